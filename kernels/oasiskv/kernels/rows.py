@@ -1,0 +1,73 @@
+"""The words that all operations share: what a row of step metadata holds, how summaries are laid out, what is counted."""
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Literal
+
+Reduction = Literal["max", "sum", "softmax"]
+"""How the scores of the query heads that share a KV head become one score."""
+
+
+class Row(IntEnum):
+    """Columns of `rows: int32[num_rows, len(Row)]`, one row per sparse request of a batch."""
+
+    REQUEST = 0
+    """Request slot, the index into all request-indexed tensors; -1 marks a padding row that every operation skips."""
+    NUM_COMPLETE = 1
+    """Complete blocks of the request in this step; blocks from here on are active."""
+    STEP = 2
+    """Number of this step, for stamps; grows by one per step."""
+    FINISHED_BLOCK = 3
+    """Engine block that holds block NUM_COMPLETE - 1 if that became complete in this step, else -1."""
+
+
+class Counter(IntEnum):
+    """Columns of `counters: int64[num_kv_heads, len(Counter)]` of one layer, summed over sparse rows."""
+
+    PREDICTED = 0
+    HIT = 1
+    """Predicted and resident."""
+    FETCHED = 2
+    """Predicted, absent, admitted."""
+    DEFERRED = 3
+    """Predicted, absent, over the cap."""
+    WASTED = 4
+    """Fetched earlier and evicted before another prediction named it."""
+    EVICTED = 5
+    """Resident blocks that gave their slot to a fetched or a completed block."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SummaryLayout:
+    """Where the summary of a block lies in a summary page, an engine block of shape `[num_kv_heads, block_size, 2 * head_dim]`.
+
+    A page of one head is read as `rows_per_page` rows: `[max | min]` of width `2 * head_dim`, or the midpoint alone of
+    width `head_dim`. The summary of `block_index` is row `block_index % rows_per_page` of page `block_index // rows_per_page`.
+    """
+
+    kind: Literal["minmax", "mid"]
+    block_size: int
+    head_dim: int
+
+    @property
+    def rows_per_page(self) -> int:
+        """Blocks summarized by one page."""
+        return self.block_size if self.kind == "minmax" else 2 * self.block_size
+
+    @property
+    def width(self) -> int:
+        """Elements of one summary row."""
+        return 2 * self.head_dim if self.kind == "minmax" else self.head_dim
+
+    def num_pages(self, num_blocks: int) -> int:
+        """Pages that hold the summaries of `num_blocks` blocks."""
+        return -(-num_blocks // self.rows_per_page)
+
+
+FRESH = 1
+"""Lowest bit of a stamp: the slot's block was fetched and no later prediction has named it yet."""
+
+
+def stamp_of(step: int, *, fresh: bool = False) -> int:
+    """Return the stamp of a slot last selected in `step`; stamps order by step, the lowest bit aside."""
+    return 2 * step + (FRESH if fresh else 0)

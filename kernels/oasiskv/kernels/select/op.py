@@ -1,0 +1,35 @@
+"""Door of select: checks its arguments and runs it. Its plan is what `transfer` carries out."""
+
+import torch
+
+from oasiskv.kernels.select import reference
+
+
+def select(
+    blocks: torch.Tensor,
+    scores: torch.Tensor,
+    rows: torch.Tensor,
+    cap: torch.Tensor,
+    resident: torch.Tensor,
+    stamp: torch.Tensor,
+    plan: torch.Tensor,
+    counters: torch.Tensor,
+) -> None:
+    """Compare the predicted blocks with the resident ones, admit missing ones up to the cap, and give each a victim's slot.
+
+    For each head: resident predicted blocks are stamped with this step. Missing ones are admitted best score first, ties to the lower block, at most
+    `cap` of them. Victims are residents outside the predicted set, least recently selected first, ties to the lower slot. The
+    i-th admitted block takes the i-th victim's slot; `resident` and `stamp` name it at once, so a reader must be ordered after
+    the transfer.
+
+    Args:
+        blocks: `int32[num_rows, num_kv_heads, budget]` of `predict`, in any order, -1 for none.
+        scores: `float32`, same shape: their scores.
+        rows: `int32[num_rows, len(Row)]`.
+        cap: `int32[num_requests]`, admissions per head in this step.
+        resident: In and out, `int32[num_requests, num_kv_heads, budget]` of one layer: block index in each slot.
+        stamp: In and out, same shape: `stamp_of(step of last selection)`.
+        plan: Out, `int32[num_rows, num_kv_heads, max_cap, 2]`: (block index, slot) pairs, -1 for none.
+        counters: In and out, `int64[num_kv_heads, len(Counter)]` of this layer.
+    """
+    reference.select(blocks, scores, rows, cap, resident, stamp, plan, counters)

@@ -1,0 +1,29 @@
+"""What transfer and store mean, in plain torch."""
+
+import torch
+
+from oasiskv.kernels.rows import Row
+
+
+def transfer(
+    units: torch.Tensor,
+    layer: int,
+    kv_cache: torch.Tensor,
+    plan: torch.Tensor,
+    rows: torch.Tensor,
+    host_table: torch.Tensor,
+    slot_ids: torch.Tensor,
+) -> None:
+    """Carry out a plan; see `op.transfer`."""
+    row, head, entry = torch.nonzero(plan[..., 0] >= 0, as_tuple=True)
+    request = rows[row, Row.REQUEST].long()
+    block, slot = plan[row, head, entry].long().unbind(-1)
+    source = host_table[request, block].to(units.device).long()
+    kv_cache[slot_ids[request, slot].long(), head] = units[source, layer, head.to(units.device)].to(kv_cache.device)
+
+
+def store(
+    kv_cache: torch.Tensor, block_ids: torch.Tensor, units: torch.Tensor, layer: int, host_ids: torch.Tensor
+) -> None:
+    """Write blocks through to host memory; see `op.store`."""
+    units[host_ids.to(units.device).long(), layer] = kv_cache[block_ids.long()].to(units.device)
