@@ -1,1 +1,1 @@
-"""The lookahead sparse backend: working sets, host pool, pipeline, counters. Only the package `vllm` inside knows vLLM."""
+"""The lookahead sparse backend: working sets, host pool, pipeline, counters. Only its package `vllm` knows vLLM."""

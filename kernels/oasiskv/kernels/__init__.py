@@ -1,1 +1,1 @@
-"""The operations on device tensors, one folder each: what it means (reference.py), how it runs (kernel.py), its door (op.py)."""
+"""Operations on device tensors, one folder each: meaning (reference.py), kernel (kernel.py), door (op.py)."""

@@ -1,0 +1,103 @@
+# Everything a person or CI does here; `make help` lists it. `make run` and `make test` first set up what they need.
+
+# The environment is .venv, made once from PYTHON (3.11 or 3.12). A PYTHON that is given and already has vLLM is used as it
+# is instead: nothing is installed, so a GPU host without network needs no more than `make run PYTHON=... MODEL=...`.
+PYTHON_GIVEN := $(filter-out undefined,$(origin PYTHON))
+PYTHON ?= $(shell for p in python3 python3.12 python3.11; do $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' \
+	2>/dev/null && echo $$p && break; done)
+# A model folder for `make run`; without one it serves a small model that it prepares itself.
+MODEL ?=
+# cpu or cuda: which build of vLLM goes into .venv.
+ENGINE ?= cpu
+# Where pip finds the CPU build of torch, if its configured indexes do not have it: PyTorch's own index of CPU wheels.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+# Further arguments for pytest and for `oasiskv bench`.
+ARGS ?=
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+# A folder of ours must never hide a module of the standard library, wherever a command is started.
+export PYTHONSAFEPATH := 1
+
+ifneq ($(if $(PYTHON_GIVEN),$(shell $(PYTHON) -c 'from importlib.util import find_spec; print(find_spec("vllm") or "")' 2>/dev/null)),)
+PY := $(PYTHON)
+READY := build/metadata/ready
+FOLDERS := $(patsubst %/oasiskv,$(CURDIR)/%,$(wildcard */oasiskv))
+export PYTHONPATH := $(subst $() ,:,$(strip $(FOLDERS) $(CURDIR)/build/metadata $(PYTHONPATH)))
+else
+PY := .venv/bin/python
+READY := .venv/ready
+endif
+
+.PHONY: help install check test soak protos bench run clean
+
+help: ## list the targets
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@echo 'variables: PYTHON= interpreter, MODEL= model folder, ENGINE= cpu or cuda, ARGS= for pytest and bench, TORCH_INDEX='
+
+install: $(READY) ## set up the environment; the first time takes a few minutes and 3.5 GB
+
+.venv/ready: pyproject.toml
+	@test -n "$(PYTHON)" || { echo 'error: no Python 3.11 or 3.12 found; name one with PYTHON=' >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12) and \
+		"error: PYTHON: expected Python 3.11 or 3.12, got " + sys.version.split()[0] + " (" + sys.executable + ")")'
+	@echo 'Setting up .venv with vLLM for $(ENGINE): about 3 minutes and 3.5 GB the first time.'
+	$(PYTHON) -m venv .venv
+	$(PY) -m pip install --upgrade pip
+	$(PY) -m pip install -e '.[$(ENGINE),dev]' || { echo; \
+		echo 'If the error above is about torch: trying again with the wheels at $(TORCH_INDEX)'; \
+		$(PY) -m pip install --extra-index-url '$(TORCH_INDEX)' -e '.[$(ENGINE),dev]'; }
+ifeq ($(ENGINE),cpu)
+	@echo 'Removing three packages that do not import beside the CPU build of torch; text models need none of them.'
+	$(PY) -m pip uninstall -y torchvision torchaudio torchcodec
+endif
+	@touch $@
+
+# The entry points of this checkout, for an interpreter in which it is not installed: vLLM finds its plugins by them.
+define WRITE_METADATA
+import pathlib, tomllib
+project = tomllib.loads(pathlib.Path("pyproject.toml").read_text())["project"]
+groups = project["entry-points"] | {"console_scripts": project["scripts"]}
+folder = pathlib.Path("build/metadata", f"{project['name']}-{project['version']}.dist-info")
+folder.mkdir(parents=True, exist_ok=True)
+lines = [line for group, entries in groups.items() for line in [f"[{group}]", *(f"{k} = {v}" for k, v in entries.items())]]
+(folder / "entry_points.txt").write_text("\n".join(lines) + "\n")
+(folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
+endef
+export WRITE_METADATA
+
+build/metadata/ready: pyproject.toml
+	@echo 'Using $(PYTHON) with its own vLLM; nothing is installed.'
+	@rm -rf build/metadata
+	@$(PY) -c "$$WRITE_METADATA"
+	@touch $@
+
+check: $(READY) ## everything that needs no test run: lint, format, types, layers, spelling, layout
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(PY) -c 'from importlinter.cli import lint_imports_command as lint; lint(["--no-logo"])'
+	$(PY) -m codespell_lib
+	$(PY) -m pytest -q tests/unit/test_layout.py
+
+test: $(READY) ## all tests but the soak ones; ARGS= goes to pytest
+	$(PY) -m pytest --ignore=tests/soak $(ARGS)
+
+soak: $(READY) ## the tests that take minutes
+	@if [ -d tests/soak ]; then $(PY) -m pytest tests/soak $(ARGS); else echo 'no soak tests yet'; fi
+
+protos: ## generate code from .proto files
+	@echo 'nothing to generate: there are no .proto files yet'
+
+bench: $(READY) ## measure; ARGS= goes to oasiskv bench
+	$(PY) -m oasiskv.cli bench $(ARGS)
+
+run: $(READY) ## answer a prompt with a model on this machine; MODEL= names a model folder
+	$(PY) -m oasiskv.cli run $(if $(MODEL),'$(MODEL)')
+
+clean: ## remove everything that was made here, .venv too
+	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .coverage
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
