@@ -25,7 +25,7 @@ def select(
     held, last = resident[request], stamp[request]  # [N, H, K]
     # Best score first, ties to the lower block.
     wanted, by_block = blocks[live].sort(-1)
-    by_score = scores[live].gather(-1, by_block).sort(-1, descending=True, stable=True).indices
+    by_score = scores[live].gather(-1, by_block).sort(dim=-1, descending=True, stable=True).indices
     wanted = wanted.gather(-1, by_score)
     max_cap, budget = plan.shape[2], held.shape[-1]
 

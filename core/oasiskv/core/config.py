@@ -1,0 +1,125 @@
+"""The settings of the lookahead backend, checked once; `engine.vllm.settings` reads them from vLLM's configuration."""
+
+import re
+from dataclasses import dataclass, fields
+from typing import Any, Literal, Self
+
+from oasiskv.core.errors import ConfigError
+
+UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+def parse_bytes(value: int | str, field: str) -> int:
+    """Read a number of bytes, such as `1073741824` or `"1.5GiB"`.
+
+    Raises:
+        ConfigError: it is not a positive number of bytes; the message starts with `field`.
+    """
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", str(value))
+    if isinstance(value, bool) or match is None or match[2] not in UNITS:
+        raise ConfigError(f"{field}: expected bytes such as 1073741824 or '1.5GiB', got {value!r}")
+    num_bytes = int(float(match[1]) * UNITS[match[2]])
+    if num_bytes <= 0:
+        raise ConfigError(f"{field}: expected more than 0 bytes, got {value!r}")
+    return num_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LookaheadConfig:
+    """Everything a user can set on the backend."""
+
+    budget_blocks: int = 128
+    """Resident blocks of a request per layer and KV head (K). 128 blocks of 16 tokens are 2,048 tokens."""
+
+    fetch_ratio: float = 0.05
+    """Share of the budget that a KV head may fetch per step; the paper's value."""
+
+    min_cap: int = 4
+    """Least number of blocks that a KV head may fetch per step: a small budget suffers from a cap of 1 or 2."""
+
+    score_alpha: float = 0.25
+    """Weight of a block's half width in its score: 1 is an upper bound of every product with its keys, but ranks worse."""
+
+    summary: Literal["minmax", "mid"] = "minmax"
+    """Rows kept per block: the largest and least key (score_alpha free), or their midpoint alone (score_alpha 0, half the memory)."""
+
+    group_reduction: Literal["max", "sum", "softmax"] = "max"
+    """How the scores of the query heads that share a KV head combine."""
+
+    sink_blocks: int = 1
+    """First blocks of a request that are always resident."""
+
+    host_pool_bytes: int = 4 * 2**30
+    """Host memory for KV, in bytes per worker process; accepts text such as "16GiB"."""
+
+    host_backing: Literal["private", "shared"] = "private"
+    """Private pinned memory, or shared memory that another process may map."""
+
+    host_limit_bytes: int | None = None
+    """Host memory the processes of this engine may take together; None takes the limit of the control group."""
+
+    debug_verify: bool = False
+    """Compare every resident unit with its host unit before each attention, bit for bit. Slow; for tests."""
+
+    debug_hold_layers: int | None = None
+    """Hold every transfer back until this many more layers have run, or its reader waits. None never holds. For tests."""
+
+    debug_poison: bool = False
+    """Overwrite a slot with huge values from its selection until its transfer, so that a reader in between shows. For tests."""
+
+    def __post_init__(self) -> None:
+        """Check every field.
+
+        Raises:
+            ConfigError: a field is out of its range; the message starts with its name.
+        """
+        for name in ("host_pool_bytes", "host_limit_bytes"):
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, parse_bytes(value, name))
+        self._check_int("budget_blocks", 1)
+        self._check_int("min_cap", 1)
+        self._check_int("sink_blocks", 0)
+        if self.debug_hold_layers is not None:
+            self._check_int("debug_hold_layers", 0)
+        for name in ("fetch_ratio", "score_alpha"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+                raise ConfigError(f"{name}: expected a number from 0 to 1, got {value!r}")
+        for name, allowed in (
+            ("summary", ("minmax", "mid")),
+            ("group_reduction", ("max", "sum", "softmax")),
+            ("host_backing", ("private", "shared")),
+            ("debug_verify", (True, False)),
+            ("debug_poison", (True, False)),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ConfigError(f"{name}: expected one of {', '.join(map(str, allowed))}, got {getattr(self, name)!r}")
+        if self.sink_blocks >= self.budget_blocks:
+            raise ConfigError(
+                f"sink_blocks: expected fewer than budget_blocks ({self.budget_blocks}), got {self.sink_blocks}"
+            )
+        if self.summary == "mid" and self.score_alpha != 0:
+            raise ConfigError(f"score_alpha: expected 0 with summary 'mid', got {self.score_alpha}")
+
+    def _check_int(self, name: str, least: int) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ConfigError(f"{name}: expected an integer of at least {least}, got {value!r}")
+
+    @property
+    def cap(self) -> int:
+        """Blocks that a KV head may fetch per step."""
+        return min(max(self.min_cap, int(self.fetch_ratio * self.budget_blocks)), self.budget_blocks)
+
+    @classmethod
+    def from_mapping(cls, mapping: dict[str, Any]) -> Self:
+        """Build from a mapping of field names.
+
+        Raises:
+            ConfigError: an unknown name (the known ones are listed) or a value out of range.
+        """
+        known = [field.name for field in fields(cls)]
+        for name in mapping:
+            if name not in known:
+                raise ConfigError(f"{name}: unknown setting; known are {', '.join(known)}")
+        return cls(**mapping)
