@@ -1,7 +1,7 @@
-"""Which request owns which host block, and which block holds which content; workers read and write the bytes by these ids.
+"""Which request owns which host block and which block holds which content; workers move the bytes by these ids.
 
-A host block is all layers' and heads' units of one logical block. One id serves all layers and ranks, so a single owner on
-the scheduler side gives the ids out, and a worker never allocates.
+A host block is all layers' and heads' units of one logical block. One id serves all layers and ranks, so a single owner
+on the scheduler side gives the ids out, and a worker never allocates.
 """
 
 from collections import OrderedDict
@@ -16,8 +16,8 @@ class HostBlockManager:
     A block is free, referenced by the tables of one or more requests, or cached: referenced by none, but sealed under a
     block key and findable until its room is needed. Every operation costs O(1) per block it touches.
 
-    A released block may be given out again at once. So whoever releases makes sure that a copy still under way to or from
-    the block is ordered before those of its next owner.
+    A released block may be given out again at once. So whoever releases makes sure that a copy still under way to or
+    from the block is ordered before those of its next owner.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -86,8 +86,8 @@ class HostBlockManager:
     def seal(self, request_id: str, block_index: int, block_key: bytes) -> None:
         """Record that the content of a block of the request is final and is what `block_key` names.
 
-        Sealing again under the same key changes nothing. If another block already holds the key, that older one stays the
-        one to be found, and this block stays unsealed.
+        Sealing again under the same key changes nothing. If another block already holds the key, that older one stays
+        the one to be found, and this block stays unsealed.
 
         Raises:
             InvalidRequestError: The request has no such block, or it is sealed under another key; nothing changes.
@@ -112,8 +112,8 @@ class HostBlockManager:
     def adopt(self, request_id: str, block_keys: Iterable[bytes]) -> list[int]:
         """Start a request with the longest prefix of blocks whose keys are found, and return their ids.
 
-        The blocks are shared: the request references them and must never write to them. Cached ones among them no longer
-        count in `num_free`.
+        The blocks are shared: the request references them and must never write to them. Cached ones among them no
+        longer count in `num_free`.
 
         Args:
             request_id: A request that owns no block yet.
