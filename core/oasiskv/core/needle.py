@@ -1,4 +1,7 @@
-"""The needle question: one numbered fact hidden in a long text, asked for at the end; a model that lost the fact's blocks cannot answer."""
+"""The needle question: one numbered fact hidden in a long text and asked for at the end.
+
+A model that lost the fact's blocks cannot answer.
+"""
 
 import bisect
 import re
@@ -53,12 +56,12 @@ def build_needle_prompt(text: str, needle: Needle, *, num_tokens: int, count_tok
         text: lines of plain text without the needle's number.
         needle: the fact, where to hide it, and the question.
         num_tokens: most tokens that the prompt may have, by `count_tokens`.
-        count_tokens: the number of tokens of a prompt as the model will see it, so with the chat template where one is used;
-            must not fall when the prompt grows by a word.
+        count_tokens: the number of tokens of a prompt as the model will see it, so with the chat template where one is
+            used; must not fall when the prompt grows by a word.
 
     Raises:
-        InvalidRequestError: the number is in the text already, the text is too short to fill `num_tokens`, or `num_tokens`
-            does not even hold the fact and the question.
+        InvalidRequestError: the number is in the text already, the text is too short to fill `num_tokens`, or
+            `num_tokens` does not even hold the fact and the question.
     """
     if needle.number in text:
         raise InvalidRequestError(f"text: expected none of the number {needle.number} in it, got a text that holds it")

@@ -1,4 +1,4 @@
-"""The words that all operations share: what a row of step metadata holds, how summaries are laid out, what is counted."""
+"""The words that all operations share: the fields of a row of step metadata, the layout of summaries, the counters."""
 
 from dataclasses import dataclass
 from enum import IntEnum
@@ -39,10 +39,11 @@ class Counter(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SummaryLayout:
-    """Where the summary of a block lies in a summary page, an engine block of shape `[num_kv_heads, block_size, 2 * head_dim]`.
+    """Where the summary of a block lies in a summary page.
 
-    A page of one head is read as `rows_per_page` rows: `[max | min]` of width `2 * head_dim`, or the midpoint alone of
-    width `head_dim`. The summary of `block_index` is row `block_index % rows_per_page` of page `block_index // rows_per_page`.
+    A page is an engine block of shape `[num_kv_heads, block_size, 2 * head_dim]`. A page of one head is read as
+    `rows_per_page` rows: `[max | min]` of width `2 * head_dim`, or the midpoint alone of width `head_dim`. The summary
+    of `block_index` is row `block_index % rows_per_page` of page `block_index // rows_per_page`.
     """
 
     kind: Literal["minmax", "mid"]

@@ -23,8 +23,8 @@ def complete(
 ) -> None:
     """Take the block that became final in this step into each head's working set, its summary page and host memory.
 
-    In each head it replaces the least recently selected resident (ties to the lower slot, never a sink block), so that it is
-    invisible in no step. Its engine block may be a new summary page of the request: the content is read first.
+    In each head it replaces the least recently selected resident (ties to the lower slot, never a sink block), so that
+    it is invisible in no step. Its engine block may be a new summary page of the request: the content is read first.
 
     Args:
         kv_cache: The layer's KV cache, `[num_blocks, num_kv_heads, block_size, 2 * head_dim]`; read and written.
@@ -34,7 +34,8 @@ def complete(
         resident: In and out, `int32[num_requests, num_kv_heads, budget]` of one layer.
         stamp: In and out, same shape.
         slot_ids: `int32[num_requests, budget]`: slot to engine block.
-        page_ids: `int32[num_requests, max_pages]`: each request's summary pages, the page of the finished block included.
+        page_ids: `int32[num_requests, max_pages]`: each request's summary pages, the page of the finished block
+            included.
         host_table: `int32[num_requests, max_blocks]`: block index to host block.
         counters: In and out, `int64[num_kv_heads, len(Counter)]` of this layer.
         layout: Kind and place of summaries.

@@ -29,7 +29,8 @@ def predict(
         rows: `int32[num_rows, len(Row)]`.
         pages: Where summary pages lie: one layer's KV cache, `[num_blocks, num_kv_heads, block_size, 2 * head_dim]`.
         page_ids: `int32[num_requests, max_pages]`, each request's pages in order.
-        blocks: Out, `int32[num_rows, num_kv_heads, budget]`: block indices in any order; -1 where fewer complete blocks exist.
+        blocks: Out, `int32[num_rows, num_kv_heads, budget]`: block indices in any order; -1 where fewer complete blocks
+            exist.
         scores: Out, `float32`, same shape: their scores; -inf beside -1.
         layout: Kind and place of summaries.
         alpha: Weight of a block's half width, see `reference.scores_of`.

@@ -15,8 +15,9 @@ def scores_of(
 ) -> torch.Tensor:
     """Score every block of one request for every KV head.
 
-    The score of a block is `q.mid + alpha * |q|.half` with `mid = (max + min) / 2` and `half = (max - min) / 2`, reduced over
-    the query heads of the group. `alpha = 1` bounds every `q.k` of the block from above; 0 needs the midpoint alone.
+    The score of a block is `q.mid + alpha * |q|.half` with `mid = (max + min) / 2` and `half = (max - min) / 2`,
+    reduced over the query heads of the group. `alpha = 1` bounds every `q.k` of the block from above; 0 needs the
+    midpoint alone.
 
     Args:
         query: `[num_query_heads, head_dim]`, query heads of one KV head adjacent.

@@ -15,12 +15,12 @@ def select(
     plan: torch.Tensor,
     counters: torch.Tensor,
 ) -> None:
-    """Compare the predicted blocks with the resident ones, admit missing ones up to the cap, and give each a victim's slot.
+    """Compare the predicted blocks with the resident ones, admit missing ones up to the cap, each into a victim's slot.
 
-    For each head: resident predicted blocks are stamped with this step. Missing ones are admitted best score first, ties to the lower block, at most
-    `cap` of them. Victims are residents outside the predicted set, least recently selected first, ties to the lower slot. The
-    i-th admitted block takes the i-th victim's slot; `resident` and `stamp` name it at once, so a reader must be ordered after
-    the transfer.
+    For each head: resident predicted blocks are stamped with this step. Missing ones are admitted best score first,
+    ties to the lower block, at most `cap` of them. Victims are residents outside the predicted set, least recently
+    selected first, ties to the lower slot. The i-th admitted block takes the i-th victim's slot; `resident` and `stamp`
+    name it at once, so a reader must be ordered after the transfer.
 
     Args:
         blocks: `int32[num_rows, num_kv_heads, budget]` of `predict`, in any order, -1 for none.

@@ -19,7 +19,8 @@ def summarize(
     Args:
         kv_cache: One layer, `[num_blocks, num_kv_heads, block_size, 2 * head_dim]`, contiguous; K in the first half.
         block_ids: `int32[n]`, where blocks `first_block ...` of the request lie in `kv_cache`.
-        pages: Tensor of the shape of `kv_cache` (it may be `kv_cache` itself, if no page is also a source) that holds the pages.
+        pages: Tensor of the shape of `kv_cache` that holds the pages; it may be `kv_cache` itself, if no page is also a
+            source.
         page_ids: `int32[num_pages]`, where the request's pages lie in `pages`.
         first_block: `block_index` of the first of the blocks.
         layout: Kind and place of summaries.
