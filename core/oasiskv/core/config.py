@@ -6,7 +6,9 @@ from typing import Any, Literal, Self
 
 from oasiskv.core.errors import ConfigError
 
-UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+BINARY_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+DECIMAL_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+UNITS = {"": 1, **BINARY_UNITS, **DECIMAL_UNITS}
 
 
 def parse_bytes(value: int | str, field: str) -> int:
@@ -38,10 +40,12 @@ class LookaheadConfig:
     """Least number of blocks that a KV head may fetch per step: a small budget suffers from a cap of 1 or 2."""
 
     score_alpha: float = 0.25
-    """Weight of a block's half width in its score: 1 is an upper bound of every product with its keys, but ranks worse."""
+    """Weight of a block's half width in its score: 1 is an upper bound of every product with its keys, but ranks
+    worse."""
 
     summary: Literal["minmax", "mid"] = "minmax"
-    """Rows kept per block: the largest and least key (score_alpha free), or their midpoint alone (score_alpha 0, half the memory)."""
+    """Rows kept per block: the largest and least key (any score_alpha), or their midpoint alone (score_alpha 0, half
+    the memory)."""
 
     group_reduction: Literal["max", "sum", "softmax"] = "max"
     """How the scores of the query heads that share a KV head combine."""
@@ -62,10 +66,12 @@ class LookaheadConfig:
     """Compare every resident unit with its host unit before each attention, bit for bit. Slow; for tests."""
 
     debug_hold_layers: int | None = None
-    """Hold every transfer back until this many more layers have run, or its reader waits. None never holds. For tests."""
+    """Hold every transfer back until this many more layers have run, or its reader waits. None never
+    holds. For tests."""
 
     debug_poison: bool = False
-    """Overwrite a slot with huge values from its selection until its transfer, so that a reader in between shows. For tests."""
+    """Overwrite a slot with huge values from its selection until its transfer, so that a reader in between shows.
+    For tests."""
 
     def __post_init__(self) -> None:
         """Check every field.
@@ -93,7 +99,8 @@ class LookaheadConfig:
             ("debug_poison", (True, False)),
         ):
             if getattr(self, name) not in allowed:
-                raise ConfigError(f"{name}: expected one of {', '.join(map(str, allowed))}, got {getattr(self, name)!r}")
+                expected = ", ".join(map(str, allowed))
+                raise ConfigError(f"{name}: expected one of {expected}, got {getattr(self, name)!r}")
         if self.sink_blocks >= self.budget_blocks:
             raise ConfigError(
                 f"sink_blocks: expected fewer than budget_blocks ({self.budget_blocks}), got {self.sink_blocks}"

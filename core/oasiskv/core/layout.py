@@ -7,9 +7,10 @@ from dataclasses import dataclass
 class SparseLayout:
     """Places in a request's block table, which stays positional: entry i was given for block i.
 
-    The first `budget_blocks` entries are the resident slots. Of the other complete blocks only those stay that became summary
-    pages. The page with number j lies where block `page_position(j)` lay, a block that is complete, and out of the slots, at
-    the time the page is first needed. So neither side needs a table of pages, and a page costs no new allocation.
+    The first `budget_blocks` entries are the resident slots. Of the other complete blocks only those stay that became
+    summary pages. The page with number j lies where block `page_position(j)` lay, a block that is complete, and out of
+    the slots, at the time the page is first needed. So neither side needs a table of pages, and a page costs no new
+    allocation.
     """
 
     budget_blocks: int
@@ -29,7 +30,7 @@ class SparseLayout:
         return [self.page_position(page) for page in range(self.num_pages(num_complete))]
 
     def may_switch(self, num_complete: int) -> bool:
-        """Whether a dense request may become sparse: it would hold no more blocks than it does, so the pages have a place."""
+        """Whether a dense request may become sparse: it would hold no more blocks, so the pages have a place."""
         return num_complete >= self.budget_blocks + self.num_pages(num_complete)
 
     @property
@@ -41,6 +42,6 @@ class SparseLayout:
         return num_complete
 
     def held_blocks(self, num_tokens: int, block_size: int) -> int:
-        """Engine blocks of a sparse request whose last `num_tokens` are in place: slots, pages and the active blocks."""
+        """Engine blocks of a sparse request with `num_tokens` in place: slots, pages and the active blocks."""
         num_complete = num_tokens // block_size
         return self.budget_blocks + self.num_pages(num_complete) + -(-num_tokens // block_size) - num_complete
