@@ -1,0 +1,28 @@
+"""What the documents name exists: files that they link to and targets of make."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+TARGETS = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_relative_link_leads_to_a_file(document: Path) -> None:
+    links = re.findall(r"\]\((?!https?://)([^)#]+)", document.read_text())
+    assert [link for link in links if not (document.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_make_target_named_exists(document: Path) -> None:
+    named = set(re.findall(r"(?:`|^\$ )make ([a-z]+)", document.read_text(), flags=re.MULTILINE))
+    assert named <= TARGETS
+
+
+def test_the_first_screen_names_the_two_commands_to_try() -> None:
+    first_screen = "\n".join((ROOT / "README.md").read_text().splitlines()[:24])
+    assert "$ make run" in first_screen
+    assert "$ make test" in first_screen
