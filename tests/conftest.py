@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from oasiskv.cli.model import fetch
+
 TESTS = Path(__file__).parent
 FOLDER_MARKS = {"e2e", "gpu", "soak"}
 
@@ -33,3 +35,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(folder)
         if folder == "gpu" and (reason := why_no_cuda()) is not None:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """Return the folder of SmolLM2-135M-Instruct: from the user's cache, or fetched into it (100 MB) the first time."""
+    return fetch("smollm2-135m")
