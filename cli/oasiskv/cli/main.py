@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Protocol
 
-from oasiskv.cli import doctor
+from oasiskv.cli import doctor, model
 from oasiskv.core.errors import OasisError
 
 EXIT_ERROR = 2
@@ -34,6 +34,7 @@ class Command(Protocol):
 COMMANDS: MappingProxyType[str, Command] = MappingProxyType(
     {
         "doctor": doctor,
+        "model": model,
     }
 )
 """Every subcommand by its name, in the order of the help text."""

