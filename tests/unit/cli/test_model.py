@@ -191,7 +191,7 @@ def test_a_python_without_pip_is_told_so(damaged: Path, tmp_path: Path, monkeypa
     python.write_text('#!/bin/sh\necho "$0: No module named pip" >&2\nexit 1\n')
     python.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(python))
-    refuse(UnsupportedError, "^pip: expected in .*install it or pass the wheel \\(--wheel\\)$", damaged, None)
+    refuse(UnsupportedError, r"^pip: expected in .*install it or pass the wheel \(--wheel\)$", damaged, None)
 
 
 def test_a_disk_without_room_is_told_before_any_work(
