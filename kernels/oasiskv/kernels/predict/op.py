@@ -1,7 +1,11 @@
 """Door of predict: checks its arguments and runs it. Its output is what `select` reads."""
 
+from typing import get_args
+
 import torch
 
+from oasiskv.core.errors import ConfigError
+from oasiskv.kernels import check, library
 from oasiskv.kernels.predict import reference
 from oasiskv.kernels.rows import Reduction, SummaryLayout
 
@@ -37,5 +41,70 @@ def predict(
         reduction: How query heads of a group combine.
         scale: Softmax scale of attention; only the reduction `softmax` uses it.
         num_sinks: First blocks that are always predicted.
+
+    Raises:
+        ConfigError: An argument differs from the above; nothing is written.
     """
+    cache_shape = check.cache("pages", pages)
+    check.layout(layout, cache_shape)
+    num_kv_heads, device = cache_shape[0], pages.device
+    check.tensor("query", query, (None, None, layout.head_dim), (pages.dtype,), device)
+    if query.shape[1] % num_kv_heads:
+        raise ConfigError(f"query: expected a multiple of {num_kv_heads} query heads, got {query.shape[1]}")
+    num_rows = check.rows(rows, device)
+    check.tensor("page_ids", page_ids, (query.shape[0], None), device=device, rows_may_be_apart=True)
+    check.tensor("blocks", blocks, (num_rows, num_kv_heads, None), device=device)
+    check.tensor("scores", scores, (num_rows, num_kv_heads, blocks.shape[2]), (torch.float32,), device)
+    if reduction not in get_args(Reduction):
+        raise ConfigError(f"reduction: expected one of {', '.join(get_args(Reduction))}, got {reduction}")
+    if layout.kind == "mid" and alpha != 0:
+        raise ConfigError(f"alpha: expected 0 with summaries of kind mid, got {alpha}")
+    if num_sinks < 0:
+        raise ConfigError(f"num_sinks: expected at least 0, got {num_sinks}")
+    _operation(
+        query, rows, pages, page_ids, blocks, scores, layout.kind == "mid", alpha, reduction, scale, num_sinks
+    )  # fmt: skip
+
+
+def _on_cpu(
+    query: torch.Tensor,
+    rows: torch.Tensor,
+    pages: torch.Tensor,
+    page_ids: torch.Tensor,
+    blocks: torch.Tensor,
+    scores: torch.Tensor,
+    is_mid: bool,
+    alpha: float,
+    reduction: Reduction,
+    scale: float,
+    num_sinks: int,
+) -> None:
+    layout = library.layout_of(pages, is_mid)
     reference.predict(query, rows, pages, page_ids, blocks, scores, layout, alpha, reduction, scale, num_sinks)
+
+
+def _on_cuda(
+    query: torch.Tensor,
+    rows: torch.Tensor,
+    pages: torch.Tensor,
+    page_ids: torch.Tensor,
+    blocks: torch.Tensor,
+    scores: torch.Tensor,
+    is_mid: bool,
+    alpha: float,
+    reduction: Reduction,
+    scale: float,
+    num_sinks: int,
+) -> None:
+    from oasiskv.kernels.predict import kernel
+
+    layout = library.layout_of(pages, is_mid)
+    kernel.predict(query, rows, pages, page_ids, blocks, scores, layout, alpha, reduction, scale, num_sinks)
+
+
+_operation = library.register(
+    "predict(Tensor query, Tensor rows, Tensor pages, Tensor page_ids, Tensor(a!) blocks, Tensor(b!) scores, "
+    "bool is_mid, float alpha, str reduction, float scale, int num_sinks) -> ()",
+    cpu=_on_cpu,
+    cuda=_on_cuda,
+)

@@ -2,6 +2,9 @@
 
 import torch
 
+from oasiskv.core.errors import ConfigError
+from oasiskv.kernels import check, library
+from oasiskv.kernels.rows import Counter
 from oasiskv.kernels.select import reference
 
 
@@ -31,5 +34,43 @@ def select(
         stamp: In and out, same shape: `stamp_of(step of last selection)`.
         plan: Out, `int32[num_rows, num_kv_heads, max_cap, 2]`: (block index, slot) pairs, -1 for none.
         counters: In and out, `int64[num_kv_heads, len(Counter)]` of this layer.
+
+    Raises:
+        ConfigError: A tensor differs from the above; nothing is written.
     """
-    reference.select(blocks, scores, rows, cap, resident, stamp, plan, counters)
+    device = blocks.device
+    num_rows = check.rows(rows, device)
+    check.tensor("blocks", blocks, (num_rows, None, None), device=device)
+    _, num_kv_heads, budget = blocks.shape
+    check.tensor("scores", scores, (num_rows, num_kv_heads, budget), (torch.float32,), device)
+    check.tensor("cap", cap, (None,), device=device)
+    check.tensor("resident", resident, (cap.shape[0], num_kv_heads, budget), device=device)
+    check.tensor("stamp", stamp, (cap.shape[0], num_kv_heads, budget), device=device)
+    check.tensor("plan", plan, (num_rows, num_kv_heads, None, 2), device=device)
+    check.tensor("counters", counters, (num_kv_heads, len(Counter)), (torch.int64,), device)
+    if not 0 < plan.shape[2] <= budget:
+        raise ConfigError(f"plan: expected room for 1 to {budget} admissions, got {plan.shape[2]}")
+    _operation(blocks, scores, rows, cap, resident, stamp, plan, counters)
+
+
+def _on_cuda(
+    blocks: torch.Tensor,
+    scores: torch.Tensor,
+    rows: torch.Tensor,
+    cap: torch.Tensor,
+    resident: torch.Tensor,
+    stamp: torch.Tensor,
+    plan: torch.Tensor,
+    counters: torch.Tensor,
+) -> None:
+    from oasiskv.kernels.select import kernel
+
+    kernel.select(blocks, scores, rows, cap, resident, stamp, plan, counters)
+
+
+_operation = library.register(
+    "select(Tensor blocks, Tensor scores, Tensor rows, Tensor cap, Tensor(a!) resident, Tensor(b!) stamp, "
+    "Tensor(c!) plan, Tensor(d!) counters) -> ()",
+    cpu=reference.select,
+    cuda=_on_cuda,
+)

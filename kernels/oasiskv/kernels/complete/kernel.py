@@ -1,0 +1,150 @@
+"""The Triton kernel of complete."""
+
+import torch
+import triton
+import triton.language as tl
+
+from oasiskv.kernels.rows import FRESH, Counter, Row, SummaryLayout
+
+
+@triton.jit
+def _complete(
+    kv_cache,
+    units,
+    rows,
+    resident,
+    stamp,
+    slot_ids,
+    slot_stride,
+    page_ids,
+    page_stride,
+    host_table,
+    host_stride,
+    counters,
+    layer,
+    num_layers,
+    num_sinks,
+    H: tl.constexpr,
+    B: tl.constexpr,
+    D: tl.constexpr,
+    DIM: tl.constexpr,
+    K: tl.constexpr,
+    SLOTS: tl.constexpr,
+    PER_PAGE: tl.constexpr,
+    MID: tl.constexpr,
+    FRESH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    REQUEST: tl.constexpr,
+    NUM_COMPLETE: tl.constexpr,
+    STEP: tl.constexpr,
+    FINISHED: tl.constexpr,
+    COUNTERS: tl.constexpr,
+    WASTED: tl.constexpr,
+    EVICTED: tl.constexpr,
+):
+    row = rows + tl.program_id(0) * COLUMNS
+    head = tl.program_id(1)
+    request = tl.load(row + REQUEST).to(tl.int64)
+    source = tl.load(row + FINISHED).to(tl.int64)
+    if (request >= 0) & (source >= 0):
+        block = tl.load(row + NUM_COMPLETE) - 1
+        step = tl.load(row + STEP)
+        dim = tl.arange(0, DIM)
+        # [B, DIM]
+        at = (tl.arange(0, B) * (2 * D))[:, None] + dim[None, :]
+        inside = (dim < D)[None, :]
+        unit: tl.constexpr = B * 2 * D
+        keys = tl.load(kv_cache + (source * H + head) * unit + at, mask=inside)
+        values = tl.load(kv_cache + (source * H + head) * unit + D + at, mask=inside)
+        host = tl.load(host_table + request * host_stride + block).to(tl.int64)
+        page = tl.load(page_ids + request * page_stride + block // PER_PAGE).to(tl.int64)
+
+        slot = tl.arange(0, SLOTS)
+        state = (request * H + head) * K + slot
+        held = tl.load(resident + state, mask=slot < K, other=-1)
+        last = tl.load(stamp + state, mask=slot < K, other=0)
+        age = tl.where((slot < K) & (held >= num_sinks), last >> 1, 2147483647)
+        victim = tl.argmin(age, axis=0, tie_break_left=True)
+        engine = tl.load(slot_ids + request * slot_stride + victim).to(tl.int64)
+        wasted = tl.sum(tl.where(slot == victim, last & FRESH, 0), axis=0)
+        # All of this head's reads come before its writes: the summary page may be the block that was read.
+        tl.debug_barrier()
+
+        target = kv_cache + (engine * H + head) * unit + at
+        tl.store(target, keys, mask=inside)
+        tl.store(target + D, values, mask=inside)
+        out = units + ((host * num_layers + layer) * H + head) * unit + at
+        tl.store(out, keys, mask=inside)
+        tl.store(out + D, values, mask=inside)
+        tl.store(resident + state, block, mask=slot == victim)
+        tl.store(stamp + state, 2 * step, mask=slot == victim)
+
+        upper = tl.max(keys.to(tl.float32), axis=0)
+        lower = tl.min(keys.to(tl.float32), axis=0)
+        WIDTH: tl.constexpr = D if MID else 2 * D
+        summary = kv_cache + (page * H + head) * unit + (block % PER_PAGE) * WIDTH + dim
+        dtype: tl.constexpr = kv_cache.dtype.element_ty
+        if MID:
+            tl.store(summary, ((upper + lower) / 2).to(dtype), mask=dim < D)
+        else:
+            tl.store(summary, upper.to(dtype), mask=dim < D)
+            tl.store(summary + D, lower.to(dtype), mask=dim < D)
+        counter = counters + head * COUNTERS
+        tl.atomic_add(counter + WASTED, wasted.to(tl.int64), sem="relaxed")
+        tl.atomic_add(counter + EVICTED, tl.full([], 1, tl.int64), sem="relaxed")
+
+
+def complete(
+    kv_cache: torch.Tensor,
+    units: torch.Tensor,
+    layer: int,
+    rows: torch.Tensor,
+    resident: torch.Tensor,
+    stamp: torch.Tensor,
+    slot_ids: torch.Tensor,
+    page_ids: torch.Tensor,
+    host_table: torch.Tensor,
+    counters: torch.Tensor,
+    layout: SummaryLayout,
+    num_sinks: int,
+) -> None:
+    """Launch it on the current stream; see `op.complete`."""
+    _, num_kv_heads, block_size, width = kv_cache.shape
+    if len(rows) == 0:
+        return
+    budget = resident.shape[-1]
+    _complete[(len(rows), num_kv_heads)](
+        kv_cache,
+        units,
+        rows,
+        resident,
+        stamp,
+        slot_ids,
+        slot_ids.stride(0),
+        page_ids,
+        page_ids.stride(0),
+        host_table,
+        host_table.stride(0),
+        counters,
+        layer,
+        units.shape[1],
+        num_sinks,
+        H=num_kv_heads,
+        B=block_size,
+        D=width // 2,
+        DIM=triton.next_power_of_2(width // 2),
+        K=budget,
+        SLOTS=triton.next_power_of_2(budget),
+        PER_PAGE=layout.rows_per_page,
+        MID=layout.kind == "mid",
+        FRESH=FRESH,
+        COLUMNS=len(Row),
+        REQUEST=Row.REQUEST,
+        NUM_COMPLETE=Row.NUM_COMPLETE,
+        STEP=Row.STEP,
+        FINISHED=Row.FINISHED_BLOCK,
+        COUNTERS=len(Counter),
+        WASTED=Counter.WASTED,
+        EVICTED=Counter.EVICTED,
+        num_warps=4 if block_size * width <= 8192 else 8,
+    )

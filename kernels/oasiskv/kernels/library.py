@@ -1,0 +1,42 @@
+"""The operations as torch custom ops, `torch.ops.oasiskv.*`, so that torch.compile takes each call as one opaque step."""
+
+from collections.abc import Callable
+
+import torch
+
+from oasiskv.kernels.rows import SummaryLayout
+
+_LIBRARY = torch.library.Library("oasiskv", "DEF")
+
+
+def register(schema: str, *, cpu: Callable[..., None], cuda: Callable[..., None]) -> Callable[..., None]:
+    """Register an operation that writes its outputs in place, and return what to call.
+
+    A library definition rather than `torch.library.custom_op`: the same for the compiler, several times cheaper to call.
+
+    Args:
+        schema: Name and arguments in torch's notation; `Tensor(a!)` for each that is written.
+        cpu: Implementation for tensors in CPU memory.
+        cuda: Implementation if any tensor is on a CUDA device (host memory beside it must be pinned).
+    """
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.impl(name, cpu, "CPU")
+    _LIBRARY.impl(name, cuda, "CUDA")
+    torch.library.register_fake(f"oasiskv::{name}", _write_nothing, lib=_LIBRARY)
+    operation: Callable[..., None] = getattr(torch.ops.oasiskv, name).default
+    return operation
+
+
+def _write_nothing(*_: object, **__: object) -> None:
+    """Stand in for an operation while shapes are traced: it returns nothing and changes no shape."""
+
+
+def layout_of(cache: torch.Tensor, is_mid: bool) -> SummaryLayout:
+    """Return the layout of summaries in a cache; an op's schema carries no layout.
+
+    Args:
+        cache: `[num_blocks, num_kv_heads, block_size, 2 * head_dim]`.
+        is_mid: Whether the kind is `mid`.
+    """
+    return SummaryLayout(kind="mid" if is_mid else "minmax", block_size=cache.shape[2], head_dim=cache.shape[3] // 2)
