@@ -1,4 +1,4 @@
-"""The operations as torch custom ops, `torch.ops.oasiskv.*`, so that torch.compile takes each call as one opaque step."""
+"""The operations as torch custom ops, `torch.ops.oasiskv.*`, which torch.compile takes as opaque steps."""
 
 from collections.abc import Callable
 
@@ -6,13 +6,13 @@ import torch
 
 from oasiskv.kernels.rows import SummaryLayout
 
-_LIBRARY = torch.library.Library("oasiskv", "DEF")
+_LIBRARY = torch.library.Library("oasiskv", "DEF")  # type: ignore[no-untyped-call]
 
 
 def register(schema: str, *, cpu: Callable[..., None], cuda: Callable[..., None]) -> Callable[..., None]:
     """Register an operation that writes its outputs in place, and return what to call.
 
-    A library definition rather than `torch.library.custom_op`: the same for the compiler, several times cheaper to call.
+    A library definition rather than `torch.library.custom_op`: the same for the compiler, cheaper to call.
 
     Args:
         schema: Name and arguments in torch's notation; `Tensor(a!)` for each that is written.
@@ -20,9 +20,9 @@ def register(schema: str, *, cpu: Callable[..., None], cuda: Callable[..., None]
         cuda: Implementation if any tensor is on a CUDA device (host memory beside it must be pinned).
     """
     name = schema.partition("(")[0]
-    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(name, cpu, "CPU")
-    _LIBRARY.impl(name, cuda, "CUDA")
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
+    _LIBRARY.impl(name, cpu, "CPU")  # type: ignore[no-untyped-call]
+    _LIBRARY.impl(name, cuda, "CUDA")  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"oasiskv::{name}", _write_nothing, lib=_LIBRARY)
     operation: Callable[..., None] = getattr(torch.ops.oasiskv, name).default
     return operation

@@ -1,8 +1,8 @@
 """The Triton kernel of predict: one pass over the summaries, and the selection by whichever program ends last.
 
-The blocks of a (row, KV head) pair are divided among a few programs. Each scores its share on the matrix units and leaves the
-scores, as integers that sort alike, in scratch memory that stays in L2. The last of them to arrive finds the exact threshold
-and writes the best blocks, while other pairs still stream their summaries.
+Programs share the blocks of a (row, KV head) pair. Each scores its part on the matrix units and leaves its scores, as
+integers that sort alike, in scratch memory that stays in L2. The last of them to arrive finds the exact threshold and
+writes the best blocks, while other pairs still stream their summaries.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Device memory in which the programs of one predict meet: allocated once and kept, so that a launch allocates nothing."""
+"""Device memory in which the programs of one predict meet: allocated once, so that a launch allocates nothing."""
 
 from dataclasses import dataclass, field
 
@@ -33,7 +33,7 @@ def scratch(device: torch.device, num_pairs: int, num_words: int) -> tuple[torch
         num_words: Words of `keys` that the call needs.
 
     Raises:
-        UnsupportedError: The first call on a device is captured into a graph, or the call is too large. Nothing changed.
+        UnsupportedError: A device's first call is under graph capture, or the call is too large. Nothing changed.
     """
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     state = _devices.get(device)

@@ -69,7 +69,8 @@ def _on_cuda(
 
 
 _operation = library.register(
-    "summarize(Tensor kv_cache, Tensor block_ids, Tensor(a!) pages, Tensor page_ids, int first_block, bool is_mid) -> ()",
+    "summarize(Tensor kv_cache, Tensor block_ids, Tensor(a!) pages, Tensor page_ids, int first_block, "
+    "bool is_mid) -> ()",
     cpu=_on_cpu,
     cuda=_on_cuda,
 )

@@ -1,8 +1,8 @@
 """The Triton kernels of transfer and store.
 
-The host link is fast but far away, so a program keeps two batches of units on the way at any time: it asks for the next batch
-before it stores the one at hand. Batches are large and programs few, because each program takes room on an SM from attention
-and matrix products: see docs/design/0002-kernels.md for the shapes tried.
+The host link is fast but far away, so a program keeps two batches of units on the way at any time: it asks for the next
+before it stores the one at hand. Batches are large and programs few, because each program takes room on an SM from
+attention and matrix products: see docs/design/0002-kernels.md for the shapes tried.
 """
 
 import torch

@@ -1,0 +1,91 @@
+"""Input builders and tolerances that tests and benchmarks of the operations share."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from oasiskv.kernels.rows import Counter, Row, SummaryLayout
+
+TOLERANCE: dict[torch.dtype, float] = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+"""Largest `|out - wanted| / max|wanted|` of sums of products whose operands have this dtype."""
+
+POISON = 1.7e4
+"""Fills what must not be read: finite, so that a kernel that skips NaN shows a wrong read too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """Sizes of one case."""
+
+    num_kv_heads: int = 2
+    group: int = 1
+    """Query heads per KV head."""
+    block_size: int = 16
+    head_dim: int = 64
+    kind: Literal["minmax", "mid"] = "minmax"
+    """Kind of the summaries."""
+    num_requests: int = 3
+    budget: int = 4
+    """Slots per request and KV head."""
+    max_blocks: int = 40
+    """Most complete blocks of a request."""
+    num_layers: int = 2
+    dtype: torch.dtype = torch.float32
+    device: str = "cpu"
+
+    @property
+    def layout(self) -> SummaryLayout:
+        """Layout of the summaries."""
+        return SummaryLayout(kind=self.kind, block_size=self.block_size, head_dim=self.head_dim)
+
+    @property
+    def unit(self) -> tuple[int, int, int]:
+        """Shape of a block: heads, tokens, K and V side by side."""
+        return self.num_kv_heads, self.block_size, 2 * self.head_dim
+
+
+def generator(seed: int) -> torch.Generator:
+    """Return a seeded generator on the CPU, so that every device gets the same inputs."""
+    return torch.Generator().manual_seed(seed)
+
+
+def numbers(
+    shape: tuple[int, ...], random: torch.Generator, like: Shape, *, whole: bool = False, low: int = -2, high: int = 2
+) -> torch.Tensor:
+    """Return normal numbers, or whole ones in [low, high], whose sums of products are exact in every dtype used here.
+
+    Args:
+        shape: Shape of the result.
+        random: Source of randomness.
+        like: Gives dtype and device.
+        whole: Draw whole numbers; many are equal.
+        low: Least whole number.
+        high: Greatest whole number.
+    """
+    if whole:
+        drawn = torch.randint(low, high + 1, shape, generator=random).float()
+    else:
+        drawn = torch.randn(shape, generator=random)
+    return drawn.to(like.device, like.dtype)
+
+
+def distinct(count: int, below: int, random: torch.Generator, device: str) -> torch.Tensor:
+    """Return `int32[count]` distinct numbers below a limit, in random order."""
+    return torch.randperm(below, generator=random)[:count].int().to(device)
+
+
+def step_rows(rows: list[tuple[int, int, int, int]], device: str) -> torch.Tensor:
+    """Return `rows` from (request, complete blocks, step, engine block that finished) each."""
+    return torch.tensor(rows, dtype=torch.int32).reshape(len(rows), len(Row)).to(device)
+
+
+def counters(shape: Shape) -> torch.Tensor:
+    """Return one layer's counters at zero."""
+    return torch.zeros(shape.num_kv_heads, len(Counter), dtype=torch.int64, device=shape.device)
+
+
+def host_units(num_host_blocks: int, shape: Shape, random: torch.Generator) -> torch.Tensor:
+    """Return a pool of random units in host memory, pinned if the device is not the CPU."""
+    drawn = torch.randn((num_host_blocks, shape.num_layers, *shape.unit), generator=random).to(shape.dtype)
+    return drawn if shape.device == "cpu" else drawn.pin_memory()

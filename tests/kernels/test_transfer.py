@@ -1,0 +1,164 @@
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+
+from oasiskv.core.errors import ConfigError
+from oasiskv.kernels.testing import Shape, distinct, generator, host_units, numbers, step_rows
+from oasiskv.kernels.transfer import store, transfer
+
+SHAPES = [
+    Shape(block_size=16, head_dim=64, num_kv_heads=1),
+    Shape(block_size=32, head_dim=96, num_kv_heads=3),
+    Shape(block_size=64, head_dim=256, num_kv_heads=2),
+    Shape(block_size=16, head_dim=128, num_kv_heads=8),
+]
+
+
+def a_plan(shape: Shape, filled: list[int | None], seed: int, *, max_cap: int) -> dict[str, Any]:
+    """Arguments of one transfer; `filled` holds the entries of each row's plan, None for a padding row."""
+    random, num_rows, num_requests = generator(seed), len(filled), len(filled) + 1
+    num_host, num_blocks = num_requests * 9 + 2, num_requests * shape.budget + 3
+    host_table = distinct(num_requests * 9, num_host, random, "cpu").view(num_requests, 9)
+    slot_ids = distinct(num_requests * shape.budget, num_blocks, random, "cpu").view(num_requests, shape.budget)
+    plan = torch.full((num_rows, shape.num_kv_heads, max_cap, 2), -1, dtype=torch.int32)
+    for row, count in enumerate(filled):
+        for head in range(shape.num_kv_heads):
+            entries = torch.randperm(max_cap, generator=random)[: count or 0]
+            plan[row, head, entries, 0] = torch.randint(0, 9, (len(entries),), generator=random).int()
+            plan[row, head, entries, 1] = distinct(len(entries), shape.budget, random, "cpu")
+    requests = distinct(num_rows, num_requests, random, "cpu").tolist()
+    rows = [(-1 if n is None else r, 9, 1, -1) for r, n in zip(requests, filled, strict=True)]
+    wide = torch.full((num_requests, shape.budget + 3), 10**6, dtype=torch.int32)
+    wide[:, : shape.budget] = slot_ids
+    return {
+        "units": host_units(num_host, shape, random),
+        "layer": 1,
+        "kv_cache": numbers((num_blocks, *shape.unit), random, shape),
+        "plan": plan.to(shape.device),
+        "rows": step_rows(rows, shape.device),
+        "host_table": host_table.to(shape.device),
+        "slot_ids": wide.to(shape.device)[:, : shape.budget],
+    }
+
+
+def oracle(arguments: dict[str, Any]) -> torch.Tensor:
+    """The cache afterwards, one unit at a time."""
+    cache: torch.Tensor = arguments["kv_cache"].cpu().clone()
+    plan, rows = arguments["plan"].tolist(), arguments["rows"].tolist()
+    for row, heads in enumerate(plan):
+        for head, entries in enumerate(heads):
+            for block, slot in entries:
+                if block >= 0:
+                    request = rows[row][0]
+                    host = int(arguments["host_table"][request, block])
+                    engine = int(arguments["slot_ids"][request, slot])
+                    cache[engine, head] = arguments["units"][host, arguments["layer"], head]
+    return cache
+
+
+def run(implementation: str, arguments: dict[str, Any], **options: int) -> None:
+    module = import_module(f"oasiskv.kernels.transfer.{implementation}")
+    module.transfer(**arguments, **(options if implementation == "kernel" else {}))
+
+
+@pytest.mark.parametrize("base", SHAPES, ids=lambda s: f"{s.num_kv_heads}-{s.block_size}x{s.head_dim}")
+@pytest.mark.parametrize("max_cap", [1, 3, 4])
+def test_every_planned_unit_arrives_and_nothing_else_is_written(
+    implementation: str, dtype: torch.dtype, device: str, base: Shape, max_cap: int
+) -> None:
+    shape = replace(base, device=device, dtype=dtype)
+    arguments = a_plan(shape, [max_cap, None, 0, 1], seed=max_cap, max_cap=max_cap)
+    wanted = oracle(arguments)
+    run(implementation, arguments)
+    assert torch.equal(arguments["kv_cache"].cpu(), wanted)
+
+
+@pytest.mark.parametrize("num_programs", [1, 2, 5])
+@pytest.mark.parametrize("batch_units", [1, 2, 4])
+def test_programs_share_many_batches(device: str, num_programs: int, batch_units: int) -> None:
+    shape = Shape(num_kv_heads=2, budget=6, device=device)
+    arguments = a_plan(shape, [5, 2, None, 5, 0, 1, 5], seed=1, max_cap=5)
+    wanted = oracle(arguments)
+    run("kernel", arguments, num_programs=num_programs, batch_bytes=batch_units * 16 * 128 * 4)
+    assert torch.equal(arguments["kv_cache"].cpu(), wanted)
+
+
+@pytest.mark.parametrize("filled", [[], [None, None], [0]])
+def test_an_empty_plan_changes_nothing(implementation: str, device: str, filled: list[int | None]) -> None:
+    arguments = a_plan(Shape(device=device), filled, seed=2, max_cap=2)
+    before = arguments["kv_cache"].clone()
+    run(implementation, arguments)
+    assert torch.equal(arguments["kv_cache"], before)
+
+
+@pytest.mark.parametrize("where", ["units", "kv_cache"])
+def test_offsets_past_four_gigabytes(implementation: str, device: str, where: str) -> None:
+    shape = Shape(num_kv_heads=1, head_dim=128, num_layers=1, budget=4, device=device, dtype=torch.float16)
+    arguments = a_plan(shape, [2], seed=3, max_cap=2) | {"layer": 0}
+    table, near = ("host_table", "units") if where == "units" else ("slot_ids", "kv_cache")
+    move = 1_050_000 - len(arguments[near])
+    wanted = oracle(arguments)
+    source = arguments[near]
+    pinned = where == "units" and device != "cpu"
+    far = torch.empty(1_050_000, *source.shape[1:], dtype=source.dtype, device=source.device, pin_memory=pinned)
+    far[move:] = source
+    run(implementation, arguments | {near: far, table: arguments[table] + move})
+    got = far[move:] if where == "kv_cache" else arguments["kv_cache"]
+    assert torch.equal(got.cpu(), wanted)
+
+
+@pytest.mark.parametrize("base", SHAPES, ids=lambda s: f"{s.num_kv_heads}-{s.block_size}x{s.head_dim}")
+@pytest.mark.parametrize("count", [0, 1, 7])
+def test_store_writes_whole_blocks_of_one_layer(
+    implementation: str, dtype: torch.dtype, device: str, base: Shape, count: int
+) -> None:
+    shape, random = replace(base, device=device, dtype=dtype), generator(count)
+    cache, units = numbers((9, *shape.unit), random, shape), host_units(11, shape, random)
+    block_ids, host_ids = distinct(count, 9, random, device), distinct(count, 11, random, device)
+    wanted = units.clone()
+    for block, host in zip(block_ids.tolist(), host_ids.tolist(), strict=True):
+        wanted[host, 1] = cache[block].cpu()
+    import_module(f"oasiskv.kernels.transfer.{implementation}").store(cache, block_ids, units, 1, host_ids)
+    if device != "cpu":
+        torch.cuda.synchronize()
+    assert torch.equal(units, wanted)
+
+
+def test_what_was_stored_comes_back(device: str) -> None:
+    shape, random = Shape(device=device), generator(4)
+    cache, units = numbers((6, *shape.unit), random, shape), host_units(6, shape, random)
+    ids = torch.arange(6, dtype=torch.int32, device=device)
+    store(cache, ids, units, 0, ids)
+    back = torch.zeros_like(cache)
+    plan = torch.stack([ids, ids], -1).view(1, 1, 6, 2).expand(1, 2, 6, 2).contiguous()
+    transfer(units, 0, back, plan, step_rows([(0, 6, 1, -1)], device), ids[None], ids[None])
+    assert torch.equal(back, cache)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"units": torch.zeros(4, 2, 2, 16, 64)}, r"^units: expected shape \[\*, \*, 2, 16, 128\], got"),
+        ({"units": torch.zeros(4, 2, 2, 16, 128).half()}, "^units: expected torch.float32, got torch.float16"),
+        ({"layer": 2}, "^layer: expected 0 to 1, got 2"),
+        ({"plan": torch.zeros(2, 2, 2, 2, dtype=torch.int32)}, r"^plan: expected shape \[1, 2, \*, 2\], got"),
+        ({"slot_ids": torch.zeros(3, 4, dtype=torch.int32)}, r"^slot_ids: expected shape \[2, \*\], got \[3, 4\]"),
+        ({"host_table": torch.zeros(4, 2, dtype=torch.int32).mT}, "^host_table: expected contiguous memory, got str"),
+    ],
+)
+def test_an_argument_that_does_not_fit_is_named_and_nothing_is_written(changes: dict[str, Any], message: str) -> None:
+    arguments = a_plan(Shape(), [2], seed=9, max_cap=2)
+    before = arguments["kv_cache"].clone()
+    with pytest.raises(ConfigError, match=message):
+        transfer(**(arguments | changes))
+    assert torch.equal(arguments["kv_cache"], before)
+
+
+def test_store_refuses_lists_of_different_length() -> None:
+    shape, ids = Shape(), torch.zeros(3, dtype=torch.int32)
+    units = host_units(4, shape, generator(0))
+    with pytest.raises(ConfigError, match=r"^host_ids: expected shape \[3\], got \[2\]"):
+        store(torch.zeros(4, *shape.unit), ids, units, 0, ids[:2])
