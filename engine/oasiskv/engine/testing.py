@@ -1,0 +1,188 @@
+"""Tiny random models on disk, for tests that need a real engine but no network and no tokenizer: prompts are token ids.
+
+The weights are drawn so that attention is peaked and outweighs the token itself: a wrong or missing block changes the
+output, and greedy output keeps varying.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import save_file
+
+Architecture = Literal["llama", "qwen3", "qwen3_moe"]
+
+_CLASSES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
+_QUERY_KEY_SCALE = 1.6
+"""Standard deviation of queries and keys; that of the attention scores is its square."""
+_ATTENTION_SCALE = 2.0
+"""What attention adds to the residual stream, in units of the embedding."""
+_LOGIT_SCALE = 3.0
+"""Standard deviation of the logits."""
+_MOE_CONFIG: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+
+
+class _Weights:
+    """Draws the tensors of one checkpoint, in the order in which they are asked for."""
+
+    def __init__(self, seed: int) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def linear(self, name: str, out_features: int, in_features: int, scale: float = 1.0) -> None:
+        """Add a layer whose outputs have the standard deviation `scale` where its inputs have 1."""
+        weight = torch.randn(out_features, in_features, generator=self._generator)
+        self.tensors[f"{name}.weight"] = weight * (scale / in_features**0.5)
+
+    def embedding(self, name: str, num_rows: int, width: int) -> None:
+        self.tensors[f"{name}.weight"] = torch.randn(num_rows, width, generator=self._generator)
+
+    def norm(self, name: str, width: int, scale: float = 1.0) -> None:
+        self.tensors[f"{name}.weight"] = torch.full((width,), scale)
+
+    def attention(self, name: str, config: dict[str, Any], in_features: int) -> None:
+        head_dim, has_norms = config["head_dim"], config["model_type"] != "llama"
+        query_width, key_width = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
+        # With norms on queries and keys, these decide the scale.
+        scale = 1.0 if has_norms else _QUERY_KEY_SCALE
+        self.linear(f"{name}.q_proj", query_width, in_features, scale)
+        self.linear(f"{name}.k_proj", key_width, in_features, scale)
+        self.linear(f"{name}.v_proj", key_width, in_features)
+        self.linear(f"{name}.o_proj", config["hidden_size"], query_width, _ATTENTION_SCALE)
+        if has_norms:
+            self.norm(f"{name}.q_norm", head_dim, _QUERY_KEY_SCALE)
+            self.norm(f"{name}.k_norm", head_dim, _QUERY_KEY_SCALE)
+
+    def mlp(self, name: str, hidden_size: int, intermediate_size: int) -> None:
+        self.linear(f"{name}.gate_proj", intermediate_size, hidden_size)
+        self.linear(f"{name}.up_proj", intermediate_size, hidden_size)
+        self.linear(f"{name}.down_proj", hidden_size, intermediate_size)
+
+    def save(self, path: Path, config: dict[str, Any]) -> Path:
+        path.mkdir(parents=True, exist_ok=True)
+        save_file(self.tensors, path / "model.safetensors", metadata={"format": "pt"})
+        (path / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        return path
+
+
+def write_tiny_model(
+    path: Path,
+    *,
+    architecture: Architecture = "llama",
+    num_layers: int = 2,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_dim: int = 32,
+    hidden_size: int = 64,
+    vocab_size: int = 256,
+    max_positions: int = 2048,
+    seed: int = 0,
+) -> Path:
+    """Write a random float32 model without a tokenizer and without an end token into a folder, and return the folder.
+
+    The attention of stock vLLM on CPU takes `head_dim` 32, 64, 80, 96, 112, 128 and some above.
+    """
+    config = {
+        "architectures": [_CLASSES[architecture]],
+        "model_type": architecture,
+        "dtype": "float32",
+        "vocab_size": vocab_size,
+        "hidden_size": hidden_size,
+        "intermediate_size": 2 * hidden_size,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "max_position_embeddings": max_positions,
+        "rope_theta": 10000.0,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    if architecture == "qwen3_moe":
+        config |= _MOE_CONFIG
+    weights = _Weights(seed)
+    weights.embedding("model.embed_tokens", vocab_size, hidden_size)
+    for layer in range(num_layers):
+        _add_layer(weights, f"model.layers.{layer}", config)
+    weights.norm("model.norm", hidden_size)
+    weights.linear("lm_head", vocab_size, hidden_size, _LOGIT_SCALE)
+    return weights.save(path, config)
+
+
+def _add_layer(weights: _Weights, name: str, config: dict[str, Any]) -> None:
+    hidden_size = config["hidden_size"]
+    weights.norm(f"{name}.input_layernorm", hidden_size)
+    weights.attention(f"{name}.self_attn", config, hidden_size)
+    weights.norm(f"{name}.post_attention_layernorm", hidden_size)
+    if config["model_type"] != "qwen3_moe":
+        weights.mlp(f"{name}.mlp", hidden_size, config["intermediate_size"])
+        return
+    weights.linear(f"{name}.mlp.gate", config["num_experts"], hidden_size)
+    for expert in range(config["num_experts"]):
+        weights.mlp(f"{name}.mlp.experts.{expert}", hidden_size, config["moe_intermediate_size"])
+
+
+def write_tiny_draft_model(path: Path, target: Path, *, seed: int = 1) -> Path:
+    """Write a random one-layer llama of a tiny model's sizes into a folder, and return the folder: its draft model."""
+    config = _read_config(target)
+    return write_tiny_model(
+        path,
+        num_layers=1,
+        num_heads=config["num_attention_heads"],
+        num_kv_heads=config["num_key_value_heads"],
+        head_dim=config["head_dim"],
+        hidden_size=config["hidden_size"],
+        vocab_size=config["vocab_size"],
+        max_positions=config["max_position_embeddings"],
+        seed=seed,
+    )
+
+
+def write_tiny_eagle3(path: Path, target: Path, *, seed: int = 1) -> Path:
+    """Write a random EAGLE-3 head for a tiny model into a folder, and return the folder.
+
+    It reads the target's hidden states before its first, after its middle and after its last layer: unlike the engine's
+    default choice these differ for any target of two layers or more. It has no embedding and so uses the target's.
+    """
+    target_config = _read_config(target)
+    num_layers, hidden_size = target_config["num_hidden_layers"], target_config["hidden_size"]
+    aux_layers = sorted({0, num_layers // 2, num_layers})
+    # The head is a llama, whatever its target is.
+    config = {name: value for name, value in target_config.items() if name not in _MOE_CONFIG} | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "draft_vocab_size": target_config["vocab_size"],
+        "tie_word_embeddings": False,
+        "eagle_aux_hidden_state_layer_ids": aux_layers,
+        "num_aux_hidden_states": len(aux_layers),
+    }
+    weights = _Weights(seed)
+    weights.linear("fc", hidden_size, len(aux_layers) * hidden_size)
+    weights.norm("midlayer.input_layernorm", hidden_size)
+    weights.norm("midlayer.hidden_norm", hidden_size)
+    # The layer attends with the embedding and the hidden state side by side.
+    weights.attention("midlayer.self_attn", config, 2 * hidden_size)
+    weights.norm("midlayer.post_attention_layernorm", hidden_size)
+    weights.mlp("midlayer.mlp", hidden_size, config["intermediate_size"])
+    weights.norm("norm", hidden_size)
+    weights.linear("lm_head", config["vocab_size"], hidden_size, _LOGIT_SCALE)
+    return weights.save(path, config)
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return config
