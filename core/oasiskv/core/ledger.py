@@ -1,0 +1,169 @@
+"""The scheduler's side of every request: when it becomes sparse, which engine blocks it gives back, which host blocks it owns.
+
+`engine.vllm.manager` asks it inside vLLM's scheduler; what it decides travels to the workers as `StepCommands`.
+"""
+
+from dataclasses import dataclass
+
+from oasiskv.core.commands import StepCommands
+from oasiskv.core.host_blocks import HostBlockManager
+from oasiskv.core.layout import SparseLayout
+
+
+@dataclass(slots=True)
+class _Request:
+    prefill_tokens: int
+    """Tokens to compute before the first decode step."""
+    uses_host: bool
+    num_host_blocks: int = 0
+    num_announced: int = 0
+    """Host blocks the workers know of."""
+    num_final: int = 0
+    """Complete blocks as of this step's processed tokens."""
+    num_settled: int = 0
+    """Complete blocks as of an earlier step that was scheduled: the workers are done with their places."""
+    num_stored: int = 0
+    """Blocks the workers were told to write through."""
+    seen_in_step: int = -1
+    switch_at: int | None = None
+    """Complete blocks at which it becomes sparse; None while dense."""
+    switched_in_step: int | None = None
+    """Step in which the workers were told."""
+    num_freed: int = 0
+    """Block table entries below this one were gone through for freeing."""
+
+
+class RequestLedger:
+    """Owner of all requests' sparse state on the scheduler's side.
+
+    A block table entry is given back one step after the workers last needed it: in the step that frees it, another request may
+    already be given the block.
+
+    Args:
+        layout: Which blocks a sparse request holds.
+        block_size: Tokens per block.
+        host: The host blocks.
+    """
+
+    def __init__(self, layout: SparseLayout, block_size: int, host: HostBlockManager) -> None:
+        """Start without requests."""
+        self._layout = layout
+        self._block_size = block_size
+        self._host = host
+        self._requests: dict[str, _Request] = {}
+        self._max_tokens: dict[str, int] = {}
+        self._step = 0
+
+    def start_step(self) -> None:
+        """Note that the scheduler starts another step."""
+        self._step += 1
+
+    def expect(self, request_id: str, max_tokens: int) -> None:
+        """Note how long a request can become; one that can never become sparse gets no host blocks."""
+        self._max_tokens[request_id] = max_tokens
+
+    def forget(self, request_id: str) -> None:
+        """Drop what `expect` noted; the request ended."""
+        self._max_tokens.pop(request_id, None)
+
+    def admit(self, request_id: str, num_tokens: int) -> None:
+        """Note how many tokens a request that has no blocks must compute before it decodes."""
+        longest = self._max_tokens.get(request_id)
+        can_switch = longest is None or self._layout.may_switch(longest // self._block_size)
+        self._requests[request_id] = _Request(prefill_tokens=num_tokens, uses_host=can_switch)
+
+    def can_grow(self, request_id: str, num_tokens: int) -> bool:
+        """Say whether host memory has room for this many tokens of the request."""
+        request = self._requests[request_id]
+        return not request.uses_host or self._host.can_extend(request_id, self._num_blocks(num_tokens))
+
+    def grow(self, request_id: str, num_tokens: int) -> None:
+        """Give the request host blocks for this many tokens.
+
+        Raises:
+            PoolExhaustedError: host memory has too few; none is taken.
+        """
+        request = self._requests[request_id]
+        if request.uses_host:
+            self._host.extend(request_id, self._num_blocks(num_tokens))
+            request.num_host_blocks = max(request.num_host_blocks, self._num_blocks(num_tokens))
+
+    def advance(self, request_id: str, num_processed: int) -> range:
+        """Note the tokens a request has processed for good; return the block table entries it may give back now.
+
+        The entries of summary pages lie in that range: ask `is_page`.
+        """
+        request = self._requests.get(request_id)
+        if request is None:
+            return range(0)
+        if request.seen_in_step != self._step:
+            request.seen_in_step = self._step
+            request.num_settled = request.num_final
+        request.num_final = max(request.num_final, num_processed // self._block_size)
+        if (
+            request.switch_at is None
+            and request.uses_host
+            and num_processed >= request.prefill_tokens
+            and self._layout.may_switch(request.num_final)
+        ):
+            request.switch_at = request.num_final
+        if request.switched_in_step is None or request.switched_in_step == self._step:
+            return range(0)
+        first = max(request.num_freed, self._layout.budget_blocks)
+        request.num_freed = max(first, request.num_settled)
+        return range(first, request.num_freed)
+
+    def is_page(self, request_id: str, position: int) -> bool:
+        """Say whether a sparse request keeps this block table entry as a summary page."""
+        num_final = self._requests[request_id].num_final
+        layout = self._layout
+        pages = (position - layout.budget_blocks, position // layout.rows_per_page)
+        return any(0 <= page < layout.num_pages(num_final) and layout.page_position(page) == position for page in pages)
+
+    def take_commands(self, scheduled: set[str], released: set[str]) -> StepCommands:
+        """Return the orders of this step and count them as given.
+
+        Args:
+            scheduled: Requests that run in this step.
+            released: Requests that finished or were preempted since the last step.
+        """
+        host_blocks: dict[str, list[int]] = {}
+        store: dict[str, tuple[int, int]] = {}
+        switch: dict[str, int] = {}
+        for request_id in sorted(scheduled & self._requests.keys()):
+            request = self._requests[request_id]
+            if not request.uses_host:
+                continue
+            if request.num_host_blocks > request.num_announced:
+                host_blocks[request_id] = list(self._host.table(request_id)[request.num_announced :])
+                request.num_announced = request.num_host_blocks
+            if request.switched_in_step is None and request.num_final > request.num_stored:
+                store[request_id] = (request.num_stored, request.num_final)
+                request.num_stored = request.num_final
+            if request.switch_at is not None and request.switched_in_step is None:
+                request.switch_at = request.num_final
+                switch[request_id] = request.num_final
+                request.switched_in_step = self._step
+        return StepCommands(
+            released=tuple(sorted(released)), host_blocks=host_blocks, store=store, switch=switch
+        )
+
+    def num_dense_decodes(self, scheduled: set[str]) -> int:
+        """Count the requests of this step that decode with everything resident."""
+        requests = (self._requests[request_id] for request_id in scheduled & self._requests.keys())
+        return sum(
+            request.switched_in_step is None and request.num_processed_prefill(self._block_size) for request in requests
+        )
+
+    def is_sparse(self, request_id: str) -> bool:
+        """Say whether the workers were told that the request is sparse."""
+        request = self._requests.get(request_id)
+        return request is not None and request.switched_in_step is not None
+
+    def release(self, request_id: str) -> None:
+        """Take back everything of a request that finished or was preempted."""
+        if self._requests.pop(request_id, None) is not None:
+            self._host.release(request_id)
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._block_size)

@@ -1,0 +1,101 @@
+"""The state of the working sets on the device: dense tensors indexed by layer and request slot. `runtime` changes it."""
+
+from dataclasses import dataclass
+
+import torch
+
+from oasiskv.core.config import LookaheadConfig
+from oasiskv.core.errors import UnsupportedError
+from oasiskv.core.layout import SparseLayout
+from oasiskv.kernels.rows import Counter, SummaryLayout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheShape:
+    """Shape of the engine's KV cache as this process sees it: its own layers and heads, those of the drafter included."""
+
+    num_layers: int
+    """Attention layers, the target's first, then the drafter's."""
+    num_target_layers: int
+    num_query_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: torch.dtype
+    scale: float
+    """Softmax scale of attention."""
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes of one (layer, block, head)."""
+        return self.block_size * 2 * self.head_dim * self.dtype.itemsize
+
+    @property
+    def host_block_bytes(self) -> int:
+        """Bytes of one block over all layers and heads of this process."""
+        return self.num_layers * self.num_kv_heads * self.unit_bytes
+
+
+class WorkingSets:
+    """All device tensors of the backend. R is the number of request slots, one per request that the engine runs at a time.
+
+    Attributes:
+        resident: `int32[num_layers, R, num_kv_heads, budget]`: block index in each slot.
+        stamp: `int32`, same shape: when the slot was last selected, see `kernels.rows.stamp_of`.
+        num_complete: `int32[R]`: complete blocks the working sets know of.
+        cap: `int32[R]`: admissions per head and step.
+        slot_ids: `int32[R, budget]`: slot to engine block.
+        page_ids: `int32[R, max_pages]`: summary page to engine block.
+        host_table: `int32[R, max_blocks]`: block index to host block.
+        query: `[num_layers, R, num_query_heads, head_dim]`: the last published lookahead query.
+        plan: `int32[num_layers, R, num_kv_heads, cap, 2]`: what the running step fetches, by batch row.
+        counters: `int64[num_layers, num_kv_heads, len(Counter)]`.
+        switch_pages: One layer's summary pages while a request switches, `[max_pages, num_kv_heads, block_size, 2 * head_dim]`.
+    """
+
+    def __init__(
+        self, config: LookaheadConfig, shape: CacheShape, max_requests: int, max_blocks: int, device: torch.device
+    ) -> None:
+        """Allocate everything.
+
+        Args:
+            config: The backend's settings.
+            shape: This process's KV cache.
+            max_requests: Request slots.
+            max_blocks: Blocks of the longest request, the draft token's included.
+            device: Where attention runs.
+
+        Raises:
+            UnsupportedError: stamps of this many steps would not fit.
+        """
+        if max_blocks >= 2**30:
+            raise UnsupportedError(f"max_model_len: expected fewer than 2**30 blocks, got {max_blocks}")
+        self.summaries = SummaryLayout(kind=config.summary, block_size=shape.block_size, head_dim=shape.head_dim)
+        self.layout = SparseLayout(budget_blocks=config.budget_blocks, rows_per_page=self.summaries.rows_per_page)
+        layers, heads, budget = shape.num_layers, shape.num_kv_heads, config.budget_blocks
+        max_pages = self.summaries.num_pages(max_blocks)
+
+        def ints(*size: int) -> torch.Tensor:
+            return torch.zeros(size, dtype=torch.int32, device=device)
+
+        self.resident = ints(layers, max_requests, heads, budget)
+        self.stamp = ints(layers, max_requests, heads, budget)
+        self.num_complete = ints(max_requests)
+        self.cap = ints(max_requests).fill_(config.cap)
+        self.slot_ids = ints(max_requests, budget)
+        self.page_ids = ints(max_requests, max_pages)
+        self.host_table = ints(max_requests, max_blocks)
+        self.plan = ints(layers, max_requests, heads, config.cap, 2)
+        self.query = torch.zeros(
+            layers, max_requests, shape.num_query_heads, shape.head_dim, dtype=shape.dtype, device=device
+        )
+        self.counters = torch.zeros(layers, heads, len(Counter), dtype=torch.int64, device=device)
+        page = (heads, shape.block_size, 2 * shape.head_dim)
+        self.switch_pages = torch.zeros(max_pages, *page, dtype=shape.dtype, device=device)
+
+    def clear(self, slot: int) -> None:
+        """Forget the request in a slot, so that the next one there starts from the same state whatever came before."""
+        for tensor in (self.resident, self.stamp, self.query):
+            tensor[:, slot] = 0
+        for tensor in (self.num_complete, self.slot_ids, self.page_ids, self.host_table):
+            tensor[slot] = 0
