@@ -3,6 +3,7 @@
 `engine.vllm.manager` asks it inside vLLM's scheduler; what it decides travels to the workers as `StepCommands`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from oasiskv.core.commands import StepCommands
@@ -24,6 +25,8 @@ class _Request:
     """Complete blocks as of an earlier step that was scheduled: the workers are done with their places."""
     num_stored: int = 0
     """Blocks the workers were told to write through."""
+    num_processed: int = 0
+    num_sealed: int = 0
     seen_in_step: int = -1
     switch_at: int | None = None
     """Complete blocks at which it becomes sparse; None while dense."""
@@ -99,6 +102,7 @@ class RequestLedger:
         if request.seen_in_step != self._step:
             request.seen_in_step = self._step
             request.num_settled = request.num_final
+        request.num_processed = num_processed
         request.num_final = max(request.num_final, num_processed // self._block_size)
         if (
             request.switch_at is None
@@ -144,16 +148,24 @@ class RequestLedger:
                 request.switch_at = request.num_final
                 switch[request_id] = request.num_final
                 request.switched_in_step = self._step
-        return StepCommands(
-            released=tuple(sorted(released)), host_blocks=host_blocks, store=store, switch=switch
-        )
+        return StepCommands(released=tuple(sorted(released)), host_blocks=host_blocks, store=store, switch=switch)
 
     def num_dense_decodes(self, scheduled: set[str]) -> int:
         """Count the requests of this step that decode with everything resident."""
         requests = (self._requests[request_id] for request_id in scheduled & self._requests.keys())
         return sum(
-            request.switched_in_step is None and request.num_processed_prefill(self._block_size) for request in requests
+            request.switched_in_step is None and request.num_processed >= request.prefill_tokens for request in requests
         )
+
+    def seal(self, request_id: str, block_keys: Sequence[bytes]) -> None:
+        """Make host blocks findable by the content keys of the request's first blocks, as far as workers wrote them."""
+        request = self._requests.get(request_id)
+        if request is None or not request.uses_host:
+            return
+        end = min(request.num_settled, len(block_keys))
+        for block_index in range(request.num_sealed, end):
+            self._host.seal(request_id, block_index, block_keys[block_index])
+        request.num_sealed = max(request.num_sealed, end)
 
     def is_sparse(self, request_id: str) -> bool:
         """Say whether the workers were told that the request is sparse."""

@@ -1,0 +1,84 @@
+"""How a request becomes sparse in one layer: from everything resident to a full working set and summary pages."""
+
+import torch
+
+from oasiskv.core.config import LookaheadConfig
+from oasiskv.kernels.predict import predict
+from oasiskv.kernels.rows import SummaryLayout
+from oasiskv.kernels.summarize import summarize
+
+
+def switch_layer(
+    kv_cache: torch.Tensor,
+    block_ids: torch.Tensor,
+    page_ids: torch.Tensor,
+    query: torch.Tensor,
+    staging: torch.Tensor,
+    resident: torch.Tensor,
+    *,
+    layout: SummaryLayout,
+    config: LookaheadConfig,
+    scale: float,
+) -> None:
+    """Select the first working set with the request's last query and lay it out in place.
+
+    Predicted blocks that lie in the first `budget` places stay there; the others are copied, inside the cache, into the places
+    of blocks that were not predicted, lowest first. Then the summary pages take their places, which may hold predicted blocks.
+
+    Args:
+        kv_cache: The layer's KV cache, `[num_blocks, num_kv_heads, block_size, 2 * head_dim]`; written.
+        block_ids: `int32[num_complete]`: the request's complete blocks, all present.
+        page_ids: `int32[num_pages]`: where its summary pages go.
+        query: `[num_query_heads, head_dim]`.
+        staging: `[max_pages, num_kv_heads, block_size, 2 * head_dim]`: scratch for the summary pages.
+        resident: Out, `int32[num_kv_heads, budget]`: block index in each slot.
+        layout: Kind and place of summaries.
+        config: How to score.
+        scale: Softmax scale of attention.
+    """
+    device, num_complete = kv_cache.device, len(block_ids)
+    num_heads, budget = resident.shape
+    pages = torch.arange(len(page_ids), dtype=torch.int32, device=device)
+    summarize(kv_cache, block_ids, staging, pages, 0, layout)
+    blocks = torch.empty(1, num_heads, budget, dtype=torch.int32, device=device)
+    scores = torch.empty(1, num_heads, budget, dtype=torch.float32, device=device)
+    predict(
+        query[None],
+        torch.tensor([[0, num_complete, 0, -1]], dtype=torch.int32, device=device),
+        staging,
+        pages[None],
+        blocks,
+        scores,
+        layout=layout,
+        alpha=config.score_alpha,
+        reduction=config.group_reduction,
+        scale=scale,
+        num_sinks=config.sink_blocks,
+    )
+    resident.copy_(seat(blocks[0]))
+    head, slot = torch.nonzero(resident >= budget, as_tuple=True)
+    source = block_ids[resident[head, slot].long()].long()
+    kv_cache[block_ids[slot].long(), head] = kv_cache[source, head]
+    kv_cache[page_ids.long()] = staging[: len(page_ids)]
+
+
+def seat(blocks: torch.Tensor) -> torch.Tensor:
+    """Give every chosen block a slot: block b its own slot b where there is one, the others the free slots in ascending order.
+
+    Args:
+        blocks: `int32[num_kv_heads, budget]`: distinct block indices of each head.
+
+    Returns:
+        `int32[num_kv_heads, budget]`: block index in each slot.
+    """
+    budget = blocks.shape[1]
+    ordered = blocks.sort(-1).values
+    stays = ordered < budget
+    taken = torch.zeros_like(ordered, dtype=torch.bool)
+    taken.scatter_(1, torch.where(stays, ordered, 0).long(), stays)
+    # Scatter may hit entry 0 twice with both values; block 0 decides it.
+    taken[:, 0] = (ordered == 0).any(-1)
+    free = torch.argsort(taken.int(), dim=1, stable=True)  # free slots first, ascending
+    rank = (~stays).cumsum(-1) - 1
+    slot = torch.where(stays, ordered.long(), free.gather(1, rank.clamp(min=0)))
+    return torch.empty_like(ordered).scatter_(1, slot, ordered)

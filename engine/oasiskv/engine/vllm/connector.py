@@ -1,0 +1,184 @@
+"""The channel between vLLM's scheduler and its workers: orders out with every step, counters back.
+
+It moves no KV between servers; vLLM's connector interface is what an out-of-tree backend has for this.
+"""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+from oasiskv.core.commands import StepCommands
+from oasiskv.core.errors import ConfigError
+from oasiskv.core.host_blocks import HostBlockManager
+from oasiskv.core.ledger import RequestLedger
+from oasiskv.engine.vllm import settings
+from oasiskv.engine.vllm.manager import LookaheadManager, LookaheadSpec
+from oasiskv.engine.vllm.stats import LookaheadPromMetrics, LookaheadStats
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):
+    """The orders of one step."""
+
+    commands: StepCommands = field(default_factory=StepCommands)
+
+
+def host_block_bytes(kv_cache_config: "KVCacheConfig") -> int:
+    """Return the bytes of one block over all layers of one worker.
+
+    Raises:
+        ConfigError: the layers were not all given OasisKV's spec.
+    """
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1 or not isinstance(groups[0].kv_cache_spec, LookaheadSpec):
+        specs = sorted({type(group.kv_cache_spec).__name__ for group in groups})
+        raise ConfigError(f"kv_cache_config: expected one group of LookaheadSpec, got {len(groups)} of {specs}")
+    return int(groups[0].kv_cache_spec.page_size_bytes) * len(groups[0].layer_names)
+
+
+class OasisKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """vLLM's KV connector for the lookahead backend; one instance beside the scheduler, one in each worker."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
+        """Check the configuration; a server that cannot run as configured does not start."""
+        super().__init__(vllm_config, role, kv_cache_config)
+        settings.check(vllm_config)
+        self._config = settings.load(vllm_config)
+        self._vllm_config = vllm_config
+        self._num_host_blocks = settings.num_host_blocks(vllm_config, self._config, host_block_bytes(kv_cache_config))
+        self._ledger: RequestLedger | None = None
+        self._host: HostBlockManager | None = None
+        self._pool: Any = None
+        self._dense_steps = 0
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str:
+        """Ask for the layout in which the slice of one block and head is contiguous."""
+        return "LBHNC"
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Say no: the attention backend itself declares which graphs it can be part of."""
+        return False
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """Say no: no request waits for KV from elsewhere."""
+        return False
+
+    # The scheduler's side.
+
+    def bind_kv_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
+        """Bring the ledger to the block manager."""
+        super().bind_kv_cache_manager(kv_cache_manager)
+        managers = kv_cache_manager.coordinator.single_type_managers
+        if len(managers) != 1 or not isinstance(managers[0], LookaheadManager):
+            raise ConfigError(f"kv_cache_manager: expected one LookaheadManager, got {[type(m).__name__ for m in managers]}")
+        spec = managers[0].kv_cache_spec
+        self._host = HostBlockManager(self._num_host_blocks)
+        layout = settings.sparse_layout(self._config, spec.block_size)
+        self._ledger = managers[0].ledger = RequestLedger(layout, spec.block_size, self._host)
+        self._pool = kv_cache_manager.block_pool
+
+    def on_new_request(self, request: "Request") -> None:
+        """Note how long the request can become."""
+        assert self._ledger is not None
+        longest = min(request.num_prompt_tokens + request.max_tokens, self._vllm_config.model_config.max_model_len)
+        self._ledger.expect(request.request_id, longest)
+
+    def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int, bool]:
+        """Match nothing: no KV comes from elsewhere."""
+        return 0, False
+
+    def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
+        """Do nothing: the block manager told the ledger."""
+
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> StepMetadata:
+        """Hand the step's orders over."""
+        assert self._ledger is not None
+        scheduled = set(scheduler_output.num_scheduled_tokens)
+        released = set(scheduler_output.finished_req_ids) | set(scheduler_output.preempted_req_ids or ())
+        commands = self._ledger.take_commands(scheduled, released)
+        self._dense_steps += self._ledger.num_dense_decodes(scheduled)
+        return StepMetadata(commands=commands)
+
+    def request_finished_all_groups(
+        self, request: "Request", block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Let vLLM free the blocks at once."""
+        assert self._ledger is not None
+        self._ledger.forget(request.request_id)
+        return False, None
+
+    def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Let vLLM free the blocks at once."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    # The worker's side. The worker class drives the backend; these hooks have nothing left to do.
+
+    def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
+        """Do nothing."""
+
+    def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
+        """Do nothing."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Do nothing."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: "torch.Tensor", attn_metadata: "AttentionMetadata", **kwargs: Any
+    ) -> None:
+        """Do nothing."""
+
+    def wait_for_save(self) -> None:
+        """Do nothing."""
+
+    # Counters.
+
+    def get_kv_connector_stats(self) -> LookaheadStats | None:
+        """Return what this side counted since the last call."""
+        if self.role == KVConnectorRole.SCHEDULER:
+            return self._scheduler_stats()
+        from oasiskv.engine.vllm.worker import current
+
+        backend = current()
+        return None if backend is None else LookaheadStats.of(backend.take_counts())
+
+    def _scheduler_stats(self) -> LookaheadStats:
+        assert self._host is not None
+        dense_steps, self._dense_steps = self._dense_steps, 0
+        return LookaheadStats.of(
+            {"dense_steps": dense_steps},
+            {
+                "engine_blocks_held": self._pool.num_gpu_blocks - 1 - self._pool.get_num_free_blocks(),
+                "host_blocks_held": self._host.num_blocks - self._host.num_free,
+                "host_blocks": self._host.num_blocks,
+            },
+        )
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
+        """Rebuild stats that crossed a process."""
+        return LookaheadStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(cls, *args: Any) -> KVConnectorPromMetrics:
+        """Publish them on the server's /metrics."""
+        return LookaheadPromMetrics(*args)

@@ -1,0 +1,168 @@
+"""The backend on vLLM's CPU build: paged attention in plain torch over FlashAttention's cache layout, and the worker class."""
+
+# vLLM wants its CPU worker imported before anything else of its worker code.
+from vllm.v1.worker.cpu_worker import CPUWorker  # isort: skip
+
+from dataclasses import dataclass
+
+import torch
+from vllm.config import VllmConfig
+from vllm.v1.attention.backend import AttentionLayer, CommonAttentionMetadata, MultipleOf
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadata,
+    CPUAttentionMetadataBuilder,
+)
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.kv_cache_interface import KVCacheSpec
+
+from oasiskv.engine.attention import AttentionGroups, attend, group_rows
+from oasiskv.engine.vllm.manager import LookaheadSpec
+from oasiskv.engine.vllm.worker import LookaheadWorker, WorkerBackend, current
+
+
+@dataclass
+class LookaheadCPUMetadata(CPUAttentionMetadata):
+    """vLLM's metadata with what our attention reads.
+
+    Attributes:
+        groups: Rows of like shape, attended together.
+        is_planned: Whether requests of a running step stand behind the rows; not so in warm-up.
+    """
+
+    groups: AttentionGroups | None = None
+    is_planned: bool = False
+
+
+class LookaheadCPUMetadataBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
+    """Builds the metadata of one forward pass."""
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> LookaheadCPUMetadata:
+        """Plan the step for the target's layers."""
+        backend, common = _backend(), common_attn_metadata
+        request_ids = backend.request_ids(common.num_reqs)
+        plan = None
+        if request_ids is not None:
+            plan = backend.begin_step(request_ids, common.query_start_loc, common.seq_lens, common.block_table_tensor)
+        view = plan.attention if plan is not None else None
+        return self._metadata(common, None if view is None else (view.block_table, view.seq_lens))
+
+    def build_for_drafting(
+        self, common_attn_metadata: CommonAttentionMetadata, draft_index: int
+    ) -> LookaheadCPUMetadata:
+        """Plan the drafter's pass over the same rows."""
+        common = common_attn_metadata
+        view = _backend().begin_drafting(common.query_start_loc, common.seq_lens, common.block_table_tensor)
+        return self._metadata(common, None if view is None else (view.block_table, view.seq_lens))
+
+    def _metadata(
+        self, common: CommonAttentionMetadata, view: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> LookaheadCPUMetadata:
+        block_table, seq_lens = view if view is not None else (common.block_table_tensor, common.seq_lens)
+        return LookaheadCPUMetadata(
+            num_actual_tokens=common.num_actual_tokens,
+            max_query_len=common.max_query_len,
+            query_start_loc=common.query_start_loc,
+            max_seq_len=common.max_seq_len,
+            seq_lens=seq_lens,
+            block_table=block_table,
+            slot_mapping=common.slot_mapping,
+            scheduler_metadata=None,
+            groups=group_rows(common.query_start_loc, seq_lens, block_table, self.block_size),
+            is_planned=view is not None,
+        )
+
+
+class LookaheadCPUImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
+    """One layer's attention."""
+
+    def do_kv_cache_update(
+        self,
+        layer: AttentionLayer,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Order the layer after its last transfer, then write the step's K and V."""
+        backend = _backend()
+        if backend.runtime is not None and backend.runtime.plan is not None:
+            backend.runtime.before_write(backend.layer(layer.layer_name))
+        block_size, head_dim = kv_cache.shape[2], self.head_size
+        is_real = slot_mapping >= 0
+        slots, num_tokens = slot_mapping[is_real], slot_mapping.shape[0]
+        block, offset = slots // block_size, slots % block_size
+        kv_cache[block, :, offset, :head_dim] = key[:num_tokens][is_real]
+        kv_cache[block, :, offset, head_dim:] = value[:num_tokens][is_real]
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: LookaheadCPUMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Publish the lookahead queries, attend, hand the layer to the background."""
+        if attn_metadata is None:
+            return output
+        backend = _backend()
+        runtime, index = backend.runtime, backend.layer(layer.layer_name)
+        if attn_metadata.is_planned:
+            assert runtime is not None
+            runtime.publish(index, query)
+        assert attn_metadata.groups is not None
+        attend(query, kv_cache, attn_metadata.groups, self.scale, output)
+        if attn_metadata.is_planned:
+            assert runtime is not None
+            runtime.after_attention(index)
+        return output
+
+
+class LookaheadCPUBackend(CPUAttentionBackend):  # type: ignore[misc]
+    """What vLLM asks about the attention backend."""
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: KVCacheSpec | None = None) -> list[int | MultipleOf]:
+        """Serve any multiple of 16; vLLM's own CPU kernels want 32."""
+        return [MultipleOf(16)]
+
+    @staticmethod
+    def get_impl_cls() -> type[LookaheadCPUImpl]:
+        """Return the attention class."""
+        return LookaheadCPUImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[LookaheadCPUMetadataBuilder]:
+        """Return the metadata builder."""
+        return LookaheadCPUMetadataBuilder
+
+    @classmethod
+    def customize_spec(cls, spec: KVCacheSpec) -> LookaheadSpec:
+        """Give every layer a bounded cache."""
+        return LookaheadSpec.of(spec, _backend().layout)
+
+
+class Worker(LookaheadWorker, CPUWorker):  # type: ignore[misc]
+    """vLLM's CPU worker with the backend; `--worker-cls oasiskv.engine.vllm.cpu.Worker`."""
+
+    def install(self, vllm_config: VllmConfig) -> None:
+        """Put our attention in the place of vLLM's, the only one it selects on CPU."""
+        register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.{LookaheadCPUBackend.__name__}")
+
+    def attention_impl(self) -> type:
+        """Return the attention class that every layer must have."""
+        return LookaheadCPUImpl
+
+
+def _backend() -> WorkerBackend:
+    backend = current()
+    assert backend is not None, "the attention backend is installed by the worker class alone"
+    return backend

@@ -1,0 +1,126 @@
+"""What vLLM's configuration says about the backend: whether it is on, its settings, and what it refuses."""
+
+import math
+from dataclasses import dataclass
+
+from vllm.config import VllmConfig
+from vllm.utils.math_utils import cdiv
+from vllm.version import __version__ as vllm_version
+
+from oasiskv.core.config import LookaheadConfig
+from oasiskv.core.errors import ConfigError, UnsupportedError
+from oasiskv.core.layout import SparseLayout
+from oasiskv.kernels.rows import SummaryLayout
+
+CONNECTOR = "OasisKVConnector"
+WORKERS = {"cpu": "oasiskv.engine.vllm.cpu.Worker", "cuda": "oasiskv.engine.vllm.cuda.Worker"}
+VLLM_VERSION = "0.32.0"
+
+
+def is_enabled(vllm_config: VllmConfig) -> bool:
+    """Say whether this engine runs with the backend: its connector is configured."""
+    transfer = vllm_config.kv_transfer_config
+    return transfer is not None and transfer.kv_connector == CONNECTOR
+
+
+def load(vllm_config: VllmConfig) -> LookaheadConfig:
+    """Read the backend's settings from `kv_connector_extra_config`.
+
+    Raises:
+        ConfigError: a setting is unknown or out of range.
+    """
+    transfer = vllm_config.kv_transfer_config
+    assert transfer is not None
+    return LookaheadConfig.from_mapping(dict(transfer.kv_connector_extra_config))
+
+
+def sparse_layout(config: LookaheadConfig, block_size: int) -> SparseLayout:
+    """Return which blocks a sparse request holds."""
+    summaries = SummaryLayout(kind=config.summary, block_size=block_size, head_dim=1)
+    return SparseLayout(budget_blocks=config.budget_blocks, rows_per_page=summaries.rows_per_page)
+
+
+def max_blocks(vllm_config: VllmConfig) -> int:
+    """Return the blocks of the longest request, those of draft tokens included."""
+    return cdiv(vllm_config.model_config.max_model_len, vllm_config.cache_config.block_size) + 1
+
+
+def num_host_blocks(vllm_config: VllmConfig, config: LookaheadConfig, host_block_bytes: int) -> int:
+    """Return how many host blocks the configured bytes hold; the same on the scheduler and on every worker.
+
+    Raises:
+        ConfigError: the longest request would not fit.
+    """
+    count, needed = config.host_pool_bytes // host_block_bytes, max_blocks(vllm_config)
+    if count < needed:
+        raise ConfigError(
+            f"host_pool_bytes: expected at least {needed * host_block_bytes} (max_model_len "
+            f"{vllm_config.model_config.max_model_len} takes {needed} blocks of {host_block_bytes} bytes), "
+            f"got {config.host_pool_bytes}; raise it or lower --max-model-len"
+        )
+    return count
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    is_broken: bool
+    setting: str
+    expected: str
+    got: object
+
+
+def check(vllm_config: VllmConfig) -> None:
+    """Refuse what the backend cannot serve, each with the setting and what to do instead.
+
+    Raises:
+        ConfigError: a setting must be another one.
+        UnsupportedError: the model or a feature is not handled.
+    """
+    if vllm_version.split("+")[0] != VLLM_VERSION:
+        raise UnsupportedError(f"vllm: expected version {VLLM_VERSION}, got {vllm_version}")
+    model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
+    scheduler, drafter = vllm_config.scheduler_config, vllm_config.speculative_config
+    transfer = vllm_config.kv_transfer_config
+    assert transfer is not None
+    text = model.hf_text_config
+    layer_types = set(getattr(text, "layer_types", None) or ["full_attention"])
+    unsupported = [
+        _Rule(model.use_mla, "model", "multi-head or grouped-query attention", "multi-head latent attention"),
+        _Rule(model.get_sliding_window() is not None, "model", "no sliding window", model.get_sliding_window()),
+        _Rule(layer_types != {"full_attention"}, "model", "full-attention layers only", sorted(layer_types)),
+        _Rule(model.attention_chunk_size is not None, "model", "no chunked attention", model.attention_chunk_size),
+        _Rule(model.is_hybrid or model.is_attention_free, "model", "attention layers only", model.architecture),
+        _Rule(model.is_encoder_decoder, "model", "a decoder-only model", model.architecture),
+        _Rule(model.runner_type != "generate", "--runner", "generate", model.runner_type),
+        _Rule(parallel.pipeline_parallel_size > 1, "--pipeline-parallel-size", "1 (use --tensor-parallel-size)", parallel.pipeline_parallel_size),
+        _Rule(parallel.decode_context_parallel_size > 1, "--decode-context-parallel-size", "1", parallel.decode_context_parallel_size),
+        _Rule(parallel.prefill_context_parallel_size > 1, "--prefill-context-parallel-size", "1", parallel.prefill_context_parallel_size),
+        _Rule(parallel.enable_dbo, "--enable-dbo", "off", "on"),
+        _Rule(cache.cache_dtype != "auto", "--kv-cache-dtype", "auto", cache.cache_dtype),
+        _Rule(cache.kv_sharing_fast_prefill, "--kv-sharing-fast-prefill", "off", "on"),
+        _Rule(model.enable_sleep_mode, "--enable-sleep-mode", "off", "on"),
+    ]
+    if drafter is not None:
+        unsupported += [
+            _Rule(drafter.num_speculative_tokens != 1, "speculative_config.num_speculative_tokens", "1", drafter.num_speculative_tokens),
+            _Rule(drafter.method not in ("eagle3", "ngram", "draft_model"), "speculative_config.method", "eagle3, ngram or draft_model", drafter.method),
+        ]
+    for rule in unsupported:
+        if rule.is_broken:
+            raise UnsupportedError(f"{rule.setting}: expected {rule.expected}, got {rule.got}; or serve without OasisKV")
+
+    block_size, worker = cache.block_size, WORKERS["cpu" if vllm_config.device_config.device_type == "cpu" else "cuda"]
+    wrong = [
+        _Rule(block_size is None or block_size % 16 != 0, "--block-size", "a multiple of 16", block_size),
+        _Rule(parallel.worker_cls != worker, "--worker-cls", worker, parallel.worker_cls),
+        _Rule(transfer.kv_role != "kv_both", "kv_transfer_config.kv_role", "kv_both", transfer.kv_role),
+        _Rule(not scheduler.scheduler_reserve_full_isl, "--scheduler-reserve-full-isl", "on", "off"),
+        _Rule(not model.disable_cascade_attn and worker == WORKERS["cuda"], "--disable-cascade-attn", "on", "off"),
+    ]
+    for rule in wrong:
+        if rule.is_broken:
+            raise ConfigError(f"{rule.setting}: expected {rule.expected}, got {rule.got}")
+    config = load(vllm_config)
+    if math.isclose(config.score_alpha, 1) and config.sink_blocks == 0:
+        # Allowed: the paper's own choice, which ranks badly on small models.
+        return

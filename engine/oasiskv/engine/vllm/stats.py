@@ -1,0 +1,85 @@
+"""Counters on their way from workers and scheduler to the server's /metrics."""
+
+from collections.abc import Mapping
+from typing import Any, Self
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+COUNTERS: dict[str, tuple[str, str]] = {
+    "predicted": ("predicted_blocks", "Blocks that a lookahead query predicted for the next step, per layer and KV head."),
+    "hit": ("hit_blocks", "Predicted blocks that were resident."),
+    "fetched": ("fetched_blocks", "Predicted blocks that were absent and fetched from host memory."),
+    "deferred": ("deferred_blocks", "Predicted blocks that were absent and over the cap."),
+    "wasted": ("wasted_blocks", "Fetched blocks evicted before another prediction named them."),
+    "evicted": ("evicted_blocks", "Resident blocks that gave their slot to a fetched or a completed block."),
+    "late": ("late_blocks", "Fetched blocks that their layer had to wait for."),
+    "late_layers": ("late_layers", "Layer runs that had to wait for their transfer."),
+    "stall_seconds": ("stall_seconds", "Time that layers waited for transfers, summed over workers."),
+    "load_bytes": ("load_bytes", "Bytes moved from host memory into resident slots."),
+    "store_bytes": ("store_bytes", "Bytes written through to host memory."),
+    "switches": ("switches", "Requests that became sparse, per worker."),
+    "sparse_rows": ("sparse_steps", "Steps of requests that ran sparse, per worker."),
+    "dense_steps": ("dense_steps", "Decode steps of requests that ran with everything resident."),
+    "source_draft": ("lookahead_draft", "Sparse steps whose lookahead query was a draft token's, per worker."),
+    "source_self": ("lookahead_self", "Sparse steps whose lookahead query was the token's own, per worker."),
+}
+"""Counted name: (metric name, help). Metrics are called `oasiskv_<name>_total`."""
+
+GAUGES: dict[str, str] = {
+    "engine_blocks_held": "Blocks of the engine's KV cache in use.",
+    "host_blocks_held": "Host blocks that requests hold.",
+    "host_blocks": "Host blocks in all.",
+}
+
+
+class LookaheadStats(KVConnectorStats):
+    """What one side counted since it last told: sums in `counts`, states in `levels`."""
+
+    @classmethod
+    def of(cls, counts: Mapping[str, float], levels: Mapping[str, float] | None = None) -> Self:
+        """Build from counts since the last time, and present levels."""
+        return cls(data={"counts": dict(counts), "levels": dict(levels or {})})
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.data = {"counts": {}, "levels": {}}
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        """Add another side's counts; later levels replace earlier ones."""
+        counts = self.data.setdefault("counts", {})
+        for name, value in other.data.get("counts", {}).items():
+            counts[name] = counts.get(name, 0) + value
+        self.data.setdefault("levels", {}).update(other.data.get("levels", {}))
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """Return one flat mapping for the log."""
+        return {**self.data.get("counts", {}), **self.data.get("levels", {})}
+
+    def is_empty(self) -> bool:
+        """Say whether there is nothing to tell."""
+        return not any(self.data.get("counts", {}).values()) and not self.data.get("levels")
+
+
+class LookaheadPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+    """The same as Prometheus metrics, labelled as vLLM labels its own."""
+
+    def __init__(self, *args: Any) -> None:
+        """Register every metric."""
+        super().__init__(*args)
+        self._counters = {
+            name: self._per_engine(self._counter_cls, f"oasiskv_{metric}", text)
+            for name, (metric, text) in COUNTERS.items()
+        }
+        self._gauges = {name: self._per_engine(self._gauge_cls, f"oasiskv_{name}", text) for name, text in GAUGES.items()}
+
+    def _per_engine(self, metric_class: Any, name: str, documentation: str) -> dict[int, Any]:
+        metric = metric_class(name=name, documentation=documentation, labelnames=self._labelnames)
+        return {engine: metric.labels(*values) for engine, values in self.per_engine_labelvalues.items()}
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add counts and set levels."""
+        for name, value in transfer_stats_data.get("counts", {}).items():
+            self._counters[name][engine_idx].inc(value)
+        for name, value in transfer_stats_data.get("levels", {}).items():
+            self._gauges[name][engine_idx].set(value)

@@ -1,0 +1,306 @@
+"""The backend's place in a vLLM worker process: built with it, told of every step before the model runs.
+
+`cpu.Worker` and `cuda.Worker` mix `LookaheadWorker` into vLLM's own worker classes.
+"""
+
+import logging
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from oasiskv.core.config import LookaheadConfig
+from oasiskv.core.errors import ConfigError, UnsupportedError
+from oasiskv.core.host_memory import HostPoolConfig, check_fits, host_memory_limit
+from oasiskv.engine.host_pool import HostPool
+from oasiskv.engine.pipeline import InlinePipeline, Pipeline, ThreadPipeline
+from oasiskv.engine.runtime import AttentionRows, Batch, Runtime, StepPlan
+from oasiskv.engine.state import CacheShape, WorkingSets
+from oasiskv.engine.vllm import settings
+from oasiskv.engine.vllm.connector import StepMetadata, host_block_bytes
+from oasiskv.engine.vllm.manager import LookaheadSpec
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerBackend:
+    """Everything of the backend in one worker process.
+
+    Attributes:
+        config: The backend's settings.
+        runtime: None until the KV cache exists.
+        v1_batch: Model runner V1's batch, which knows the request of each row.
+    """
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        """Check the configuration before anything is loaded."""
+        settings.check(vllm_config)
+        self.config: LookaheadConfig = settings.load(vllm_config)
+        self.vllm_config = vllm_config
+        self.layout = settings.sparse_layout(self.config, vllm_config.cache_config.block_size)
+        self.runtime: Runtime | None = None
+        self._layers: dict[str, int] = {}
+        self._shape: CacheShape | None = None
+        self._sets: WorkingSets | None = None
+        self._num_drafts: dict[str, int] = {}
+        self._usable: set[str] = set()
+        self._is_pending = False
+        self._told: dict[str, float] = {}
+        self.v1_batch: Any = None
+
+    def layer(self, name: str) -> int:
+        """Return the index of an attention layer."""
+        return self._layers[name]
+
+    def is_draft_layer(self, name: str) -> bool:
+        """Say whether an attention layer belongs to the drafter."""
+        assert self._shape is not None
+        return self._layers[name] >= self._shape.num_target_layers
+
+    def load(self, target_names: set[str], device: torch.device, impl_class: type) -> None:
+        """Look at the loaded layers and allocate the device state, inside vLLM's memory profile.
+
+        Raises:
+            UnsupportedError: a layer is not one that the backend serves.
+        """
+        layers = {
+            name: layer
+            for name, layer in self.vllm_config.compilation_config.static_forward_context.items()
+            if isinstance(layer, Attention)
+        }
+        # The target's layers come first, each model's in the order of its own making.
+        names = [name for name in layers if name in target_names] + [name for name in layers if name not in target_names]
+        for name in names:
+            _check_layer(name, layers[name], impl_class)
+        shapes = {(layer.num_heads, layer.num_kv_heads, layer.head_size, layer.impl.scale) for layer in layers.values()}
+        if len(shapes) != 1:
+            raise UnsupportedError(
+                "model: expected the same heads, KV heads, head size and scale in every layer, the drafter's included, "
+                f"got {sorted(shapes)}; choose another draft model, or method 'ngram'"
+            )
+        num_heads, num_kv_heads, head_dim, scale = shapes.pop()
+        self._layers = {name: index for index, name in enumerate(names)}
+        self._shape = CacheShape(
+            num_layers=len(names),
+            num_target_layers=len(target_names & layers.keys()),
+            num_query_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            block_size=self.vllm_config.cache_config.block_size,
+            dtype=self.vllm_config.model_config.dtype,
+            scale=scale,
+        )
+        self._sets = WorkingSets(
+            self.config,
+            self._shape,
+            self.vllm_config.scheduler_config.max_num_seqs,
+            settings.max_blocks(self.vllm_config),
+            device,
+        )
+
+    def start(self, kv_cache_config: KVCacheConfig) -> None:
+        """Take host memory and start, once the KV cache is allocated.
+
+        Raises:
+            ConfigError: vLLM gave the layers other caches than the backend asked for, or host memory is too small.
+        """
+        assert self._shape is not None and self._sets is not None
+        context = self.vllm_config.compilation_config.static_forward_context
+        group = kv_cache_config.kv_cache_groups[0]
+        block_bytes = host_block_bytes(kv_cache_config)
+        if set(group.layer_names) != self._layers.keys() or not isinstance(group.kv_cache_spec, LookaheadSpec):
+            raise ConfigError(f"kv_cache_config: expected a cache for {sorted(self._layers)}, got {group.layer_names}")
+        caches = [context[name].kv_cache for name in self._layers]
+        shape = (self._shape.num_kv_heads, self._shape.block_size, 2 * self._shape.head_dim)
+        for name, cache in zip(self._layers, caches, strict=True):
+            if tuple(cache.shape[1:]) != shape or not cache.is_contiguous():
+                raise ConfigError(f"kv_cache_layout: expected contiguous blocks of {shape}, got {cache.shape} in {name}")
+        assert block_bytes == self._shape.host_block_bytes
+        pool = self._make_pool(settings.num_host_blocks(self.vllm_config, self.config, block_bytes))
+        self.runtime = Runtime(self.config, self._shape, self._sets, caches, pool, self._make_pipeline())
+
+    def apply(self, scheduler_output: SchedulerOutput) -> None:
+        """Take the scheduler's orders of the next step.
+
+        Raises:
+            ConfigError: they are missing, so the scheduler runs without the backend.
+        """
+        metadata = scheduler_output.kv_connector_metadata
+        if self.runtime is None or not isinstance(metadata, StepMetadata):
+            raise ConfigError(f"kv_transfer_config.kv_connector: expected {settings.CONNECTOR} on the scheduler's side")
+        self.runtime.apply(metadata.commands)
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        # With asynchronous scheduling the scheduler knows only how many drafts there are, not which.
+        knows_ids = not self.vllm_config.scheduler_config.async_scheduling
+        self._num_drafts = {request_id: len(ids) for request_id, ids in drafts.items()}
+        self._usable = {request_id for request_id, ids in drafts.items() if ids and not (knows_ids and ids[-1] < 0)}
+        self._is_pending = True
+
+    def begin_step(
+        self, request_ids: list[str], query_start_loc: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor
+    ) -> StepPlan | None:
+        """Plan the step; None when the pass has no requests behind it, as in warm-up."""
+        if self.runtime is None or not self._is_pending:
+            return None
+        self._is_pending = False
+        num_rows = len(request_ids)
+        return self.runtime.begin_step(
+            Batch(
+                request_ids=request_ids,
+                query_start_loc=query_start_loc[: num_rows + 1],
+                seq_lens=seq_lens[:num_rows],
+                block_table=block_table[:num_rows],
+                num_drafts=[self._num_drafts.get(request_id, 0) for request_id in request_ids],
+                has_usable_draft=[request_id in self._usable for request_id in request_ids],
+            )
+        )
+
+    def begin_drafting(
+        self, query_start_loc: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor
+    ) -> AttentionRows | None:
+        """Plan the drafter's pass; None when it has no requests behind it."""
+        if self.runtime is None or self.runtime.plan is None:
+            return None
+        num_rows = len(self.runtime.plan.slots)
+        return self.runtime.begin_drafting(
+            query_start_loc[: num_rows + 1], seq_lens[:num_rows], block_table[:num_rows]
+        )
+
+    def take_counts(self) -> dict[str, float]:
+        """Return what was counted since the last call."""
+        if self.runtime is None:
+            return {}
+        assert self._shape is not None
+        now = self.runtime.counters.snapshot(self.runtime.sets.counters, self._shape)
+        delta = {name: value - self._told.get(name, 0) for name, value in now.items()}
+        self._told = now
+        return delta
+
+    def close(self) -> None:
+        """Finish the background and give host memory back."""
+        if self.runtime is not None:
+            self.runtime.close()
+            self.runtime = None
+
+    def request_ids(self, num_rows: int) -> list[str] | None:
+        """Return the requests behind a batch's rows in model runner V1; None where there are none."""
+        if not self._is_pending or self.v1_batch is None:
+            return None
+        return list(self.v1_batch.req_ids[:num_rows])
+
+    def _make_pool(self, num_blocks: int) -> HostPool:
+        assert self._shape is not None
+        config = HostPoolConfig(
+            num_blocks=num_blocks,
+            num_layers=self._shape.num_layers,
+            num_kv_heads=self._shape.num_kv_heads,
+            block_size=self._shape.block_size,
+            head_dim=self._shape.head_dim,
+            dtype_bytes=self._shape.dtype.itemsize,
+        )
+        num_processes = self.vllm_config.parallel_config.world_size
+        limit = host_memory_limit(user_limit_bytes=self.config.host_limit_bytes)
+        check_fits({f"host_pool_bytes of {num_processes} processes": num_processes * config.total_bytes}, limit)
+        make = HostPool.private if self.config.host_backing == "private" else HostPool.shared
+        is_cuda = self._sets is not None and self._sets.cap.is_cuda
+        return make(config, self._shape.dtype, pin=is_cuda, report=_report)
+
+    def _make_pipeline(self) -> Pipeline:
+        assert self._shape is not None
+        if self._sets is not None and self._sets.cap.is_cuda:
+            return InlinePipeline()
+        return ThreadPipeline(self._shape.num_layers, hold_layers=self.config.debug_hold_layers)
+
+
+def _report(done_bytes: int, total_bytes: int) -> None:
+    logger.info("Host memory for KV: %.1f of %.1f GiB ready", done_bytes / 2**30, total_bytes / 2**30)
+
+
+_current: WorkerBackend | None = None
+
+
+def current() -> WorkerBackend | None:
+    """Return this process's backend; None where OasisKV is off."""
+    return _current
+
+
+class LookaheadWorker:
+    """What a vLLM worker class gains; mixed in before it."""
+
+    vllm_config: VllmConfig
+    model_runner: Any
+    device: torch.device
+
+    def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+        """Check the configuration and put the attention backend in place, before a model is loaded."""
+        global _current
+        self.backend = _current = WorkerBackend(vllm_config)
+        self.install(vllm_config)
+        super().__init__(vllm_config, *args, **kwargs)
+
+    def install(self, vllm_config: VllmConfig) -> None:
+        """Make vLLM use the backend's attention in this process."""
+        raise NotImplementedError
+
+    def attention_impl(self) -> type:
+        """Return the attention class that every layer must have."""
+        raise NotImplementedError
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Load the model and the drafter, then look at their layers."""
+        super().load_model(*args, **kwargs)  # type: ignore[misc]
+        self.backend.load(target_layer_names(self.model_runner), self.device, self.attention_impl())
+        runner = self.model_runner
+        if not runner_is_v2(self):
+            self.backend.v1_batch = runner.input_batch
+        if getattr(runner, "rejection_sampler", None) is not None and not runner_is_v2(self):
+            from oasiskv.engine.vllm.sampling import RejectDrafts
+
+            runner.rejection_sampler = RejectDrafts(runner.sampler, runner.speculative_config, runner.device)
+
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        """Allocate the KV cache, then host memory."""
+        super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
+        self.backend.start(kv_cache_config)
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
+        """Hand the step's orders to the backend, then run the model."""
+        self.backend.apply(scheduler_output)
+        return super().execute_model(scheduler_output)  # type: ignore[misc]
+
+    def shutdown(self) -> None:
+        """Stop the backend, then the worker."""
+        self.backend.close()
+        super().shutdown()  # type: ignore[misc]
+
+
+def runner_is_v2(worker: Any) -> bool:
+    """Say whether the worker runs vLLM's model runner V2."""
+    return bool(getattr(worker, "use_v2_model_runner", False))
+
+
+def target_layer_names(runner: Any) -> set[str]:
+    """Return the names of the target model's attention layers: all that are not the drafter's."""
+    drafter = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
+    context = runner.vllm_config.compilation_config.static_forward_context
+    draft_names: set[str] = set(getattr(drafter, "_draft_attn_layer_names", ()) or ())
+    draft_names |= {name for name, layer in context.items() if getattr(layer, "is_draft_layer", False)}
+    return {name for name in context if name not in draft_names}
+
+
+def _check_layer(name: str, layer: Attention, impl_class: type) -> None:
+    impl = layer.impl
+    if type(impl) is not impl_class:
+        raise UnsupportedError(f"{name}: expected attention by {impl_class.__name__}, got {type(impl).__name__}")
+    checks = {
+        "logits soft cap": getattr(impl, "logits_soft_cap", None),
+        "ALiBi": getattr(impl, "alibi_slopes", None) is not None,
+        "attention sinks": getattr(impl, "sinks", None) is not None,
+        "KV shared between layers": getattr(impl, "kv_sharing_target_layer_name", None),
+    }
+    for feature, value in checks.items():
+        if value:
+            raise UnsupportedError(f"model: expected no {feature}, got it in {name}; serve this model without OasisKV")
