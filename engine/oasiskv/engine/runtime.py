@@ -111,6 +111,8 @@ class Runtime:
         self._kv_caches = list(kv_caches)
         self._pool = pool
         self._pipeline = pipeline
+        # The device counters as of each layer's last finished background: what may be read while the next one runs.
+        self._settled_counters = torch.zeros_like(sets.counters)
         self._device = sets.resident.device
         self._slot_of: dict[str, int] = {}
         self._free_slots = list(range(len(sets.cap) - 1, -1, -1))
@@ -133,7 +135,7 @@ class Runtime:
         """
         self._plan = None
         if commands.released:
-            self._pipeline.fence()
+            self.fence()
         for request_id in commands.released:
             self._sparse.discard(request_id)
             self._num_host_blocks.pop(request_id, None)
@@ -212,8 +214,9 @@ class Runtime:
             self.counters.add_late(
                 layer, int((self.sets.plan[layer, ..., 0] >= 0).sum()), time.perf_counter() - started
             )
+        sets = self.sets
+        self._settled_counters[layer] = sets.counters[layer]
         if plan.sparse:
-            sets = self.sets
             complete(
                 self._kv_caches[layer],
                 self._pool.units,
@@ -256,6 +259,11 @@ class Runtime:
     def fence(self) -> None:
         """Wait for the whole background."""
         self._pipeline.fence()
+        self._settled_counters.copy_(self.sets.counters)
+
+    def counts(self) -> dict[str, float]:
+        """Return everything counted since the start, in which predicted = hit + fetched + deferred always holds."""
+        return self.counters.snapshot(self._settled_counters, self.shape)
 
     def close(self) -> None:
         """Finish the background and give the host memory back."""
@@ -353,6 +361,7 @@ class Runtime:
         plan = sets.plan[layer]
         plan.fill_(-1)
 
+        @torch.inference_mode()
         def run_predict() -> None:
             predict(
                 sets.query[layer],
@@ -368,6 +377,7 @@ class Runtime:
                 num_sinks=config.sink_blocks,
             )
 
+        @torch.inference_mode()
         def run_select() -> None:
             select(
                 blocks,
@@ -382,6 +392,7 @@ class Runtime:
             if config.debug_poison:
                 self._poison(layer, rows)
 
+        @torch.inference_mode()
         def run_transfer() -> None:
             transfer(self._pool.units, layer, kv_cache, plan[: len(rows)], rows, sets.host_table, sets.slot_ids)
 

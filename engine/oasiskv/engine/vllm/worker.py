@@ -173,8 +173,7 @@ class WorkerBackend:
         """Return what was counted since the last call."""
         if self.runtime is None:
             return {}
-        assert self._shape is not None
-        now = self.runtime.counters.snapshot(self.runtime.sets.counters, self._shape)
+        now = self.runtime.counts()
         delta = {name: value - self._told.get(name, 0) for name, value in now.items()}
         self._told = now
         return delta
@@ -203,7 +202,7 @@ class WorkerBackend:
         )
         num_processes = self.vllm_config.parallel_config.world_size
         limit = host_memory_limit(user_limit_bytes=self.config.host_limit_bytes)
-        check_fits({f"host_pool_bytes of {num_processes} processes": num_processes * config.total_bytes}, limit)
+        check_fits(config.total_bytes, limit, num_processes=num_processes)
         make = HostPool.private if self.config.host_backing == "private" else HostPool.shared
         is_cuda = self._sets is not None and self._sets.cap.is_cuda
         return make(config, self._shape.dtype, pin=is_cuda, report=_report)
