@@ -160,6 +160,7 @@ class Runtime:
             self._switch(slots[row_of[request_id]], batch.block_table[row_of[request_id]], num_complete)
             self._sparse.add(request_id)
         self._plan = self._make_plan(batch, slots)
+        self._drafter_queries = batch.query_start_loc[1:].long() - 1 - self._plan.num_drafts
         return self._plan
 
     def begin_drafting(

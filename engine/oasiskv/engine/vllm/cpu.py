@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from oasiskv.engine.attention import AttentionGroups, attend, group_rows
 from oasiskv.engine.vllm.manager import LookaheadSpec
-from oasiskv.engine.vllm.worker import LookaheadWorker, WorkerBackend, current
+from oasiskv.engine.vllm.worker import LookaheadWorker, WorkerBackend, current, is_planned
 
 
 @dataclass
@@ -43,10 +43,9 @@ class LookaheadCPUMetadataBuilder(CPUAttentionMetadataBuilder):  # type: ignore[
     ) -> LookaheadCPUMetadata:
         """Plan the step for the target's layers."""
         backend, common = _backend(), common_attn_metadata
-        request_ids = backend.request_ids(common.num_reqs)
-        plan = None
-        if request_ids is not None:
-            plan = backend.begin_step(request_ids, common.query_start_loc, common.seq_lens, common.block_table_tensor)
+        if (request_ids := backend.request_ids(common.num_reqs)) is not None:
+            backend.begin_step(request_ids, common.query_start_loc, common.seq_lens, common.block_table_tensor)
+        plan = backend.take_plan()
         view = plan.attention if plan is not None else None
         return self._metadata(common, None if view is None else (view.block_table, view.seq_lens))
 
@@ -88,8 +87,9 @@ class LookaheadCPUImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
         slot_mapping: torch.Tensor,
     ) -> None:
         """Order the layer after its last transfer, then write the step's K and V."""
-        backend = _backend()
-        if backend.runtime is not None and backend.runtime.plan is not None:
+        if is_planned(layer.layer_name):
+            backend = _backend()
+            assert backend.runtime is not None
             backend.runtime.before_write(backend.layer(layer.layer_name))
         block_size, head_dim = kv_cache.shape[2], self.head_size
         is_real = slot_mapping >= 0
@@ -156,6 +156,10 @@ class Worker(LookaheadWorker, CPUWorker):  # type: ignore[misc]
     def install(self, vllm_config: VllmConfig) -> None:
         """Put our attention in the place of vLLM's, the only one it selects on CPU."""
         register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.{LookaheadCPUBackend.__name__}")
+        if vllm_config.use_v2_model_runner:
+            from oasiskv.engine.vllm import model_state
+
+            model_state.install(vllm_config)
 
     def attention_impl(self) -> type:
         """Return the attention class that every layer must have."""

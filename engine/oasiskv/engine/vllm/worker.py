@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig
+from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -48,6 +49,7 @@ class WorkerBackend:
         self._num_drafts: dict[str, int] = {}
         self._usable: set[str] = set()
         self._is_pending = False
+        self._fresh_plan: StepPlan | None = None
         self._told: dict[str, float] = {}
         self.v1_batch: Any = None
 
@@ -147,7 +149,7 @@ class WorkerBackend:
             return None
         self._is_pending = False
         num_rows = len(request_ids)
-        return self.runtime.begin_step(
+        self._fresh_plan = self.runtime.begin_step(
             Batch(
                 request_ids=request_ids,
                 query_start_loc=query_start_loc[: num_rows + 1],
@@ -157,6 +159,12 @@ class WorkerBackend:
                 has_usable_draft=[request_id in self._usable for request_id in request_ids],
             )
         )
+        return self._fresh_plan
+
+    def take_plan(self) -> StepPlan | None:
+        """Return the plan of the step about to run, once; None for a pass that has no requests behind it."""
+        plan, self._fresh_plan = self._fresh_plan, None
+        return plan
 
     def begin_drafting(
         self, query_start_loc: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor
@@ -274,6 +282,12 @@ class LookaheadWorker:
         """Stop the backend, then the worker."""
         self.backend.close()
         super().shutdown()  # type: ignore[misc]
+
+
+def is_planned(layer_name: str) -> bool:
+    """Say whether the running forward pass has requests behind it, as far as this layer is concerned."""
+    metadata = get_forward_context().attn_metadata
+    return isinstance(metadata, dict) and getattr(metadata.get(layer_name), "is_planned", False)
 
 
 def runner_is_v2(worker: Any) -> bool:
