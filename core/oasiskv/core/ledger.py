@@ -1,4 +1,4 @@
-"""The scheduler's side of every request: when it becomes sparse, which engine blocks it gives back, which host blocks it owns.
+"""The scheduler's side of every request: when it becomes sparse, what it gives back, which host blocks it owns.
 
 `engine.vllm.manager` asks it inside vLLM's scheduler; what it decides travels to the workers as `StepCommands`.
 """
@@ -39,8 +39,8 @@ class _Request:
 class RequestLedger:
     """Owner of all requests' sparse state on the scheduler's side.
 
-    A block table entry is given back one step after the workers last needed it: in the step that frees it, another request may
-    already be given the block.
+    A block table entry is given back one step after the workers last needed it: in the step that frees it, another
+    request may already be given the block.
 
     Args:
         layout: Which blocks a sparse request holds.

@@ -40,7 +40,7 @@ def group_rows(
     """
     starts, lens = query_start_loc.tolist(), seq_lens.tolist()
     members: dict[tuple[int, int], list[int]] = {}
-    for row, length in enumerate(lens):
+    for row in range(len(lens)):
         num_queries = starts[row + 1] - starts[row]
         if num_queries:
             key = (num_queries, 0) if num_queries <= SHORT_QUERY else (num_queries, row + 1)
@@ -88,5 +88,5 @@ def attend(
         result = functional.scaled_dot_product_attention(
             grouped.flatten(2, 3), held[..., :head_dim], held[..., head_dim:], attn_mask=mask, scale=scale
         )
-        result = result.unflatten(2, (num_heads_per_kv, num_queries)).permute(0, 3, 1, 2, 4)
+        result = result.view(num_rows, num_kv_heads, num_heads_per_kv, num_queries, head_dim).permute(0, 3, 1, 2, 4)
         output[group.tokens] = result.reshape(num_rows, num_queries, -1, head_dim)

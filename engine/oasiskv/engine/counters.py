@@ -1,4 +1,4 @@
-"""What a worker counts beside the device counters, and the snapshot that leaves it; `engine.vllm.stats` publishes it."""
+"""What a worker counts beside the device counters, and the snapshot that `engine.vllm.stats` publishes."""
 
 from dataclasses import dataclass, field
 

@@ -1,4 +1,4 @@
-"""The background work of a step: predict -> select -> transfer per layer, in order within a layer, beside the foreground.
+"""The background of a step: predict -> select -> transfer per layer, in order within a layer, beside the foreground.
 
 `runtime` submits a layer after its attention and waits for it before the layer's next use; nothing else is waited for.
 """
@@ -20,10 +20,10 @@ class Pipeline(Protocol):
     """How a layer's background work is ordered against its next use; the `Signal` of the design."""
 
     def submit(self, layer: int, stages: list[Stage]) -> None:
-        """Start the stages of a layer, each after the one before it. The layer's earlier work must have been waited for."""
+        """Start a layer's stages, each after the one before it; its earlier work was waited for."""
 
     def wait(self, layer: int) -> bool:
-        """Order the caller after the layer's last submitted work; say whether it was late, that is, had to be waited for."""
+        """Order the caller after the layer's last work; say whether it was late: had to be waited for."""
 
     def fence(self) -> None:
         """Wait for every layer."""
@@ -57,8 +57,8 @@ class ThreadPipeline:
     Args:
         num_layers: Layers of the model.
         num_stages: Stages per layer.
-        hold_layers: Hold the last stage of every layer back until this many more layers were submitted, or the layer or a
-            later one is waited for: so that transfers come late, and the same way in each run. None never holds.
+        hold_layers: Hold the last stage of every layer back until this many more layers were submitted, or the layer
+            or a later one is waited for: so that transfers come late, the same way in each run. None never holds.
     """
 
     def __init__(self, num_layers: int, num_stages: int = 3, hold_layers: int | None = None) -> None:

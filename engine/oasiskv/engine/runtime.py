@@ -275,7 +275,7 @@ class Runtime:
         """Check residency and bytes of every sparse request with no step in flight.
 
         Raises:
-            CorruptBlockError: a working set names a block twice, one that is not complete, or holds other bytes than the host.
+            CorruptBlockError: a working set names a block twice or one that is not complete, or differs from the host.
         """
         self.fence()
         slots = sorted(self._slot_of[request_id] for request_id in self._sparse)
@@ -400,7 +400,7 @@ class Runtime:
         return [run_predict, run_select, run_transfer]
 
     def _poison(self, layer: int, rows: torch.Tensor) -> None:
-        """Make a reader of a slot that waits for its transfer stand out: K 0 and V huge, but finite, pass every softmax."""
+        """Make an early reader of a slot stand out: K 0 and V huge, but finite, pass every softmax."""
         row, head, entry = torch.nonzero(self.sets.plan[layer, : len(rows), ..., 0] >= 0, as_tuple=True)
         slot = self.sets.plan[layer, row, head, entry, 1].long()
         block = self.sets.slot_ids[rows[row, Row.REQUEST].long(), slot].long()

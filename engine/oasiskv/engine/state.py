@@ -1,4 +1,4 @@
-"""The state of the working sets on the device: dense tensors indexed by layer and request slot. `runtime` changes it."""
+"""The working sets on the device: dense tensors indexed by layer and request slot. `runtime` changes them."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from oasiskv.kernels.rows import Counter, SummaryLayout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheShape:
-    """Shape of the engine's KV cache as this process sees it: its own layers and heads, those of the drafter included."""
+    """Shape of this process's KV cache: its own layers and heads, those of the drafter included."""
 
     num_layers: int
     """Attention layers, the target's first, then the drafter's."""
@@ -37,7 +37,7 @@ class CacheShape:
 
 
 class WorkingSets:
-    """All device tensors of the backend. R is the number of request slots, one per request that the engine runs at a time.
+    """All device tensors of the backend. R is the number of request slots, one per running request.
 
     Attributes:
         resident: `int32[num_layers, R, num_kv_heads, budget]`: block index in each slot.
@@ -50,7 +50,7 @@ class WorkingSets:
         query: `[num_layers, R, num_query_heads, head_dim]`: the last published lookahead query.
         plan: `int32[num_layers, R, num_kv_heads, cap, 2]`: what the running step fetches, by batch row.
         counters: `int64[num_layers, num_kv_heads, len(Counter)]`.
-        switch_pages: One layer's summary pages while a request switches, `[max_pages, num_kv_heads, block_size, 2 * head_dim]`.
+        switch_pages: One layer's summary pages while a request switches, `[max_pages, ...]` shaped as engine blocks.
     """
 
     def __init__(

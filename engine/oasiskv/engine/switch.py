@@ -22,8 +22,9 @@ def switch_layer(
 ) -> None:
     """Select the first working set with the request's last query and lay it out in place.
 
-    Predicted blocks that lie in the first `budget` places stay there; the others are copied, inside the cache, into the places
-    of blocks that were not predicted, lowest first. Then the summary pages take their places, which may hold predicted blocks.
+    Predicted blocks that lie in the first `budget` places stay there; the others are copied, inside the cache, into the
+    places of blocks that were not predicted, lowest first. Then the summary pages take their places, which may have
+    held predicted blocks.
 
     Args:
         kv_cache: The layer's KV cache, `[num_blocks, num_kv_heads, block_size, 2 * head_dim]`; written.
@@ -63,7 +64,7 @@ def switch_layer(
 
 
 def seat(blocks: torch.Tensor) -> torch.Tensor:
-    """Give every chosen block a slot: block b its own slot b where there is one, the others the free slots in ascending order.
+    """Give every chosen block a slot: block b slot b where there is one, the others the free slots in order.
 
     Args:
         blocks: `int32[num_kv_heads, budget]`: distinct block indices of each head.

@@ -53,7 +53,7 @@ def host_block_bytes(kv_cache_config: "KVCacheConfig") -> int:
     return int(groups[0].kv_cache_spec.page_size_bytes) * len(groups[0].layer_names)
 
 
-class OasisKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+class OasisKVConnector(KVConnectorBase_V1, SupportsHMA):
     """vLLM's KV connector for the lookahead backend; one instance beside the scheduler, one in each worker."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
@@ -90,7 +90,9 @@ class OasisKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().bind_kv_cache_manager(kv_cache_manager)
         managers = kv_cache_manager.coordinator.single_type_managers
         if len(managers) != 1 or not isinstance(managers[0], LookaheadManager):
-            raise ConfigError(f"kv_cache_manager: expected one LookaheadManager, got {[type(m).__name__ for m in managers]}")
+            raise ConfigError(
+                f"kv_cache_manager: expected one LookaheadManager, got {[type(m).__name__ for m in managers]}"
+            )
         spec = managers[0].kv_cache_spec
         self._host = HostBlockManager(self._num_host_blocks)
         layout = settings.sparse_layout(self._config, spec.block_size)

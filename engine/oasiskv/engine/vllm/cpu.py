@@ -1,4 +1,4 @@
-"""The backend on vLLM's CPU build: paged attention in plain torch over FlashAttention's cache layout, and the worker class."""
+"""The backend on vLLM's CPU build: attention in plain torch over FlashAttention's cache layout, and the worker."""
 
 # vLLM wants its CPU worker imported before anything else of its worker code.
 from vllm.v1.worker.cpu_worker import CPUWorker  # isort: skip
@@ -35,7 +35,7 @@ class LookaheadCPUMetadata(CPUAttentionMetadata):
     is_planned: bool = False
 
 
-class LookaheadCPUMetadataBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
+class LookaheadCPUMetadataBuilder(CPUAttentionMetadataBuilder):
     """Builds the metadata of one forward pass."""
 
     def build(
@@ -75,7 +75,7 @@ class LookaheadCPUMetadataBuilder(CPUAttentionMetadataBuilder):  # type: ignore[
         )
 
 
-class LookaheadCPUImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
+class LookaheadCPUImpl(CPUAttentionBackendImpl):
     """One layer's attention."""
 
     def do_kv_cache_update(
@@ -126,7 +126,7 @@ class LookaheadCPUImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
         return output
 
 
-class LookaheadCPUBackend(CPUAttentionBackend):  # type: ignore[misc]
+class LookaheadCPUBackend(CPUAttentionBackend):
     """What vLLM asks about the attention backend."""
 
     @staticmethod
@@ -150,7 +150,7 @@ class LookaheadCPUBackend(CPUAttentionBackend):  # type: ignore[misc]
         return LookaheadSpec.of(spec, _backend().layout)
 
 
-class Worker(LookaheadWorker, CPUWorker):  # type: ignore[misc]
+class Worker(LookaheadWorker, CPUWorker):
     """vLLM's CPU worker with the backend; `--worker-cls oasiskv.engine.vllm.cpu.Worker`."""
 
     def install(self, vllm_config: VllmConfig) -> None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields
 
 import torch
 from vllm.config import VllmConfig
-from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionLayer, CommonAttentionMetadata
 from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionBackend,
     FlashAttentionImpl,
@@ -33,7 +33,7 @@ class LookaheadFlashMetadata(FlashAttentionMetadata):
     is_planned: bool = False
 
 
-class LookaheadFlashMetadataBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]
+class LookaheadFlashMetadataBuilder(FlashAttentionMetadataBuilder):
     """Builds the metadata of one forward pass."""
 
     @classmethod
@@ -60,12 +60,12 @@ class LookaheadFlashMetadataBuilder(FlashAttentionMetadataBuilder):  # type: ign
         return LookaheadFlashMetadata(**values, is_planned=plan is not None)
 
 
-class LookaheadFlashImpl(FlashAttentionImpl):  # type: ignore[misc]
+class LookaheadFlashImpl(FlashAttentionImpl):
     """One layer's attention."""
 
     def do_kv_cache_update(
         self,
-        layer: torch.nn.Module,
+        layer: AttentionLayer,
         key: torch.Tensor,
         value: torch.Tensor,
         kv_cache: torch.Tensor,
@@ -80,7 +80,7 @@ class LookaheadFlashImpl(FlashAttentionImpl):  # type: ignore[misc]
 
     def forward(
         self,
-        layer: torch.nn.Module,
+        layer: AttentionLayer,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -106,7 +106,7 @@ class LookaheadFlashImpl(FlashAttentionImpl):  # type: ignore[misc]
         return result
 
 
-class LookaheadFlashBackend(FlashAttentionBackend):  # type: ignore[misc]
+class LookaheadFlashBackend(FlashAttentionBackend):
     """What vLLM asks about the attention backend."""
 
     @staticmethod
@@ -130,7 +130,7 @@ class LookaheadFlashBackend(FlashAttentionBackend):  # type: ignore[misc]
         return LookaheadSpec.of(spec, _backend().layout)
 
 
-class Worker(LookaheadWorker, GPUWorker):  # type: ignore[misc]
+class Worker(LookaheadWorker, GPUWorker):
     """vLLM's GPU worker with the backend; `--worker-cls oasiskv.engine.vllm.cuda.Worker`."""
 
     def install(self, vllm_config: VllmConfig) -> None:
@@ -143,7 +143,9 @@ class Worker(LookaheadWorker, GPUWorker):  # type: ignore[misc]
         if asked not in (None, AttentionBackendEnum.FLASH_ATTN):
             raise ConfigError(f"--attention-backend: expected FLASH_ATTN, got {asked.name}")
         if not vllm_config.use_v2_model_runner:
-            raise ConfigError("VLLM_USE_V2_MODEL_RUNNER: expected model runner V2, got V1; choose a drafter that V2 serves")
+            raise ConfigError(
+                "VLLM_USE_V2_MODEL_RUNNER: expected model runner V2, got V1; choose a drafter that V2 serves"
+            )
         vllm_config.attention_config.backend = AttentionBackendEnum.FLASH_ATTN
         register_backend(AttentionBackendEnum.FLASH_ATTN, f"{__name__}.{LookaheadFlashBackend.__name__}")
         model_state.install(vllm_config)

@@ -1,7 +1,7 @@
 """The KV cache spec and the scheduler-side manager of sparse requests.
 
-The spec travels from the workers to the scheduler, where vLLM makes a manager for it. The manager keeps vLLM's block tables
-positional and frees what the ledger says; the connector carries the ledger's orders to the workers.
+The spec travels from the workers to the scheduler, where vLLM makes a manager for it. The manager keeps vLLM's block
+tables positional and frees what the ledger says; the connector carries the ledger's orders to the workers.
 """
 
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ class LookaheadSpec(FullAttentionSpec):
         return cls(**values, budget_blocks=layout.budget_blocks, rows_per_page=layout.rows_per_page)
 
     @classmethod
-    def merge(cls, specs: list["LookaheadSpec"]) -> "LookaheadSpec":  # type: ignore[override]
+    def merge(cls, specs: list["LookaheadSpec"]) -> "LookaheadSpec":
         """Return the one spec of all layers; the parent would rebuild it without our fields."""
         if any(spec != specs[0] for spec in specs):
             raise UnsupportedError(
@@ -67,7 +67,7 @@ class LookaheadManager(FullAttentionManager):
     def _ledger(self) -> RequestLedger:
         if self.ledger is None:
             raise UnsupportedError(
-                "kv_transfer_config.kv_connector: expected OasisKVConnector; the block manager has no orders to give without it"
+                "kv_transfer_config.kv_connector: expected OasisKVConnector, which brings the ledger"
             )
         return self.ledger
 
@@ -82,7 +82,7 @@ class LookaheadManager(FullAttentionManager):
         apply_admission_cap: bool = False,
         prefill_end: int = 0,
     ) -> int:
-        """Return the blocks to allocate, or more than there are when host memory is short, so that the request waits."""
+        """Return the blocks to allocate; more than there are when host memory is short, so that the request waits."""
         ledger = self._ledger
         if apply_admission_cap and not self.req_to_blocks.get(request_id):
             ledger.admit(request_id, num_tokens)

@@ -1,4 +1,4 @@
-"""Model runner V2's hooks: it asks the model's class for a `ModelState`, which sees every batch before the forward pass."""
+"""Model runner V2's hooks: it asks the model's class for a `ModelState`, which sees every batch before the pass."""
 
 from dataclasses import replace
 from typing import Any
@@ -17,7 +17,7 @@ from oasiskv.core.errors import UnsupportedError
 from oasiskv.engine.vllm.worker import current
 
 
-class RejectDraftsV2(RejectionSampler):  # type: ignore[misc]
+class RejectDraftsV2(RejectionSampler):
     """Model runner V2's rejection sampler, for drafts that are never accepted; see `sampling`."""
 
     def __call__(
@@ -53,7 +53,7 @@ class RejectDraftsV2(RejectionSampler):  # type: ignore[misc]
         return replace(output, sampled_token_ids=tokens, num_sampled=num_sampled, num_rejected=num_rejected)
 
 
-class LookaheadModelState(DefaultModelState):  # type: ignore[misc]
+class LookaheadModelState(DefaultModelState):
     """vLLM's own state, which also tells the backend of every batch."""
 
     def preprocess_state(

@@ -1,7 +1,7 @@
 """vLLM's entry point to OasisKV: makes the connector and the KV cache spec known in every process, and nothing else.
 
-A server without OasisKV's connector in its configuration runs stock vLLM. What switches the backend on in a worker is the
-worker class, see `worker`.
+A server without OasisKV's connector in its configuration runs stock vLLM. What switches the backend on in a worker is
+the worker class, see `worker`.
 """
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory

@@ -1,7 +1,7 @@
 """Draft tokens that only look ahead: every one is rejected, and the token is sampled as if there had been no draft.
 
-The target's logits of the normal token go through vLLM's own sampler, so that the distribution is exactly that without a
-drafter, at any temperature and with every sampling feature.
+The target's logits of the normal token go through vLLM's own sampler, so that the distribution is exactly that without
+a drafter, at any temperature and with every sampling feature.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 
-class RejectDrafts(RejectionSampler):  # type: ignore[misc]
+class RejectDrafts(RejectionSampler):
     """Model runner V1's rejection sampler, for drafts that are never accepted."""
 
     def forward(

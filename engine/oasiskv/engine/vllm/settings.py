@@ -92,9 +92,24 @@ def check(vllm_config: VllmConfig) -> None:
         _Rule(model.is_hybrid or model.is_attention_free, "model", "attention layers only", model.architecture),
         _Rule(model.is_encoder_decoder, "model", "a decoder-only model", model.architecture),
         _Rule(model.runner_type != "generate", "--runner", "generate", model.runner_type),
-        _Rule(parallel.pipeline_parallel_size > 1, "--pipeline-parallel-size", "1 (use --tensor-parallel-size)", parallel.pipeline_parallel_size),
-        _Rule(parallel.decode_context_parallel_size > 1, "--decode-context-parallel-size", "1", parallel.decode_context_parallel_size),
-        _Rule(parallel.prefill_context_parallel_size > 1, "--prefill-context-parallel-size", "1", parallel.prefill_context_parallel_size),
+        _Rule(
+            parallel.pipeline_parallel_size > 1,
+            "--pipeline-parallel-size",
+            "1 (use --tensor-parallel-size)",
+            parallel.pipeline_parallel_size,
+        ),
+        _Rule(
+            parallel.decode_context_parallel_size > 1,
+            "--decode-context-parallel-size",
+            "1",
+            parallel.decode_context_parallel_size,
+        ),
+        _Rule(
+            parallel.prefill_context_parallel_size > 1,
+            "--prefill-context-parallel-size",
+            "1",
+            parallel.prefill_context_parallel_size,
+        ),
         _Rule(parallel.enable_dbo, "--enable-dbo", "off", "on"),
         _Rule(cache.cache_dtype != "auto", "--kv-cache-dtype", "auto", cache.cache_dtype),
         _Rule(cache.kv_sharing_fast_prefill, "--kv-sharing-fast-prefill", "off", "on"),
@@ -102,12 +117,24 @@ def check(vllm_config: VllmConfig) -> None:
     ]
     if drafter is not None:
         unsupported += [
-            _Rule(drafter.num_speculative_tokens != 1, "speculative_config.num_speculative_tokens", "1", drafter.num_speculative_tokens),
-            _Rule(drafter.method not in ("eagle3", "ngram", "draft_model"), "speculative_config.method", "eagle3, ngram or draft_model", drafter.method),
+            _Rule(
+                drafter.num_speculative_tokens != 1,
+                "speculative_config.num_speculative_tokens",
+                "1",
+                drafter.num_speculative_tokens,
+            ),
+            _Rule(
+                drafter.method not in ("eagle3", "ngram", "draft_model"),
+                "speculative_config.method",
+                "eagle3, ngram or draft_model",
+                drafter.method,
+            ),
         ]
     for rule in unsupported:
         if rule.is_broken:
-            raise UnsupportedError(f"{rule.setting}: expected {rule.expected}, got {rule.got}; or serve without OasisKV")
+            raise UnsupportedError(
+                f"{rule.setting}: expected {rule.expected}, got {rule.got}; or serve without OasisKV"
+            )
 
     block_size, worker = cache.block_size, WORKERS["cpu" if vllm_config.device_config.device_type == "cpu" else "cuda"]
     wrong = [

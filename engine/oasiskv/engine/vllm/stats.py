@@ -6,7 +6,10 @@ from typing import Any, Self
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 COUNTERS: dict[str, tuple[str, str]] = {
-    "predicted": ("predicted_blocks", "Blocks that a lookahead query predicted for the next step, per layer and KV head."),
+    "predicted": (
+        "predicted_blocks",
+        "Blocks that a lookahead query predicted for the next step, per layer and KV head.",
+    ),
     "hit": ("hit_blocks", "Predicted blocks that were resident."),
     "fetched": ("fetched_blocks", "Predicted blocks that were absent and fetched from host memory."),
     "deferred": ("deferred_blocks", "Predicted blocks that were absent and over the cap."),
@@ -42,7 +45,7 @@ class LookaheadStats(KVConnectorStats):
 
     def reset(self) -> None:
         """Forget everything."""
-        self.data = {"counts": {}, "levels": {}}
+        self.data: dict[str, Any] = {"counts": {}, "levels": {}}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         """Add another side's counts; later levels replace earlier ones."""
@@ -61,7 +64,7 @@ class LookaheadStats(KVConnectorStats):
         return not any(self.data.get("counts", {}).values()) and not self.data.get("levels")
 
 
-class LookaheadPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+class LookaheadPromMetrics(KVConnectorPromMetrics):
     """The same as Prometheus metrics, labelled as vLLM labels its own."""
 
     def __init__(self, *args: Any) -> None:
@@ -71,7 +74,9 @@ class LookaheadPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             name: self._per_engine(self._counter_cls, f"oasiskv_{metric}", text)
             for name, (metric, text) in COUNTERS.items()
         }
-        self._gauges = {name: self._per_engine(self._gauge_cls, f"oasiskv_{name}", text) for name, text in GAUGES.items()}
+        self._gauges = {
+            name: self._per_engine(self._gauge_cls, f"oasiskv_{name}", text) for name, text in GAUGES.items()
+        }
 
     def _per_engine(self, metric_class: Any, name: str, documentation: str) -> dict[int, Any]:
         metric = metric_class(name=name, documentation=documentation, labelnames=self._labelnames)

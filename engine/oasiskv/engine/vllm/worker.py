@@ -74,7 +74,9 @@ class WorkerBackend:
             if isinstance(layer, Attention)
         }
         # The target's layers come first, each model's in the order of its own making.
-        names = [name for name in layers if name in target_names] + [name for name in layers if name not in target_names]
+        names = [name for name in layers if name in target_names] + [
+            name for name in layers if name not in target_names
+        ]
         for name in names:
             _check_layer(name, layers[name], impl_class)
         shapes = {(layer.num_heads, layer.num_kv_heads, layer.head_size, layer.impl.scale) for layer in layers.values()}
@@ -109,7 +111,8 @@ class WorkerBackend:
         Raises:
             ConfigError: vLLM gave the layers other caches than the backend asked for, or host memory is too small.
         """
-        assert self._shape is not None and self._sets is not None
+        assert self._shape is not None
+        assert self._sets is not None
         context = self.vllm_config.compilation_config.static_forward_context
         group = kv_cache_config.kv_cache_groups[0]
         block_bytes = host_block_bytes(kv_cache_config)
@@ -119,7 +122,9 @@ class WorkerBackend:
         shape = (self._shape.num_kv_heads, self._shape.block_size, 2 * self._shape.head_dim)
         for name, cache in zip(self._layers, caches, strict=True):
             if tuple(cache.shape[1:]) != shape or not cache.is_contiguous():
-                raise ConfigError(f"kv_cache_layout: expected contiguous blocks of {shape}, got {cache.shape} in {name}")
+                raise ConfigError(
+                    f"kv_cache_layout: expected contiguous blocks of {shape}, got {cache.shape} in {name}"
+                )
         assert block_bytes == self._shape.host_block_bytes
         pool = self._make_pool(settings.num_host_blocks(self.vllm_config, self.config, block_bytes))
         self.runtime = Runtime(self.config, self._shape, self._sets, caches, pool, self._make_pipeline())
@@ -173,9 +178,7 @@ class WorkerBackend:
         if self.runtime is None or self.runtime.plan is None:
             return None
         num_rows = len(self.runtime.plan.slots)
-        return self.runtime.begin_drafting(
-            query_start_loc[: num_rows + 1], seq_lens[:num_rows], block_table[:num_rows]
-        )
+        return self.runtime.begin_drafting(query_start_loc[: num_rows + 1], seq_lens[:num_rows], block_table[:num_rows])
 
     def take_counts(self) -> dict[str, float]:
         """Return what was counted since the last call."""
@@ -246,7 +249,7 @@ class LookaheadWorker:
         global _current
         self.backend = _current = WorkerBackend(vllm_config)
         self.install(vllm_config)
-        super().__init__(vllm_config, *args, **kwargs)
+        super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
 
     def install(self, vllm_config: VllmConfig) -> None:
         """Make vLLM use the backend's attention in this process."""
