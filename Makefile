@@ -84,7 +84,7 @@ check: $(READY) ## everything that needs no test run: lint, format, types, layer
 	$(PY) -m pytest -q tests/unit/test_layout.py
 
 test: $(READY) ## all tests but the soak ones; ARGS= goes to pytest
-	$(PY) -m pytest --ignore=tests/soak $(ARGS)
+	$(PY) -m pytest --ignore=tests/soak --durations=10 --durations-min=2 $(ARGS)
 
 soak: $(READY) ## the tests that take minutes
 	@if [ -d tests/soak ]; then $(PY) -m pytest tests/soak $(ARGS); else echo 'no soak tests yet'; fi

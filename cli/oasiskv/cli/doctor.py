@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from oasiskv.core.host_memory import MemoryLimit, host_memory_limit
+
 VLLM_VERSION = "0.32.0"
 """The one release whose interfaces the plugin was written for and is tested with."""
 
@@ -118,6 +120,16 @@ def check_plugin(environment: Mapping[str, str] = os.environ) -> Finding:
     return Finding(subject="plugin", value=entry.value)
 
 
+def check_memory(limit_of: Callable[[], MemoryLimit] = host_memory_limit) -> Finding:
+    """Look at the memory that the KV cache of all requests has to fit into."""
+    limit = limit_of()
+    machine = "unknown" if limit.mem_total_bytes is None else f"{limit.mem_total_bytes / 2**30:.1f} GiB"
+    if limit.max_bytes is None:
+        return Finding(subject="memory", value=f"no limit; the machine reports {machine}")
+    value = f"{limit.max_bytes / 2**30:.1f} GiB ({limit.source}); the machine reports {machine}"
+    return Finding(subject="memory", value=value)
+
+
 def check_devices() -> Finding:
     """Look for CUDA devices; none is fine, the CPU path does the same work slowly."""
     try:
@@ -132,4 +144,11 @@ def check_devices() -> Finding:
     )
 
 
-CHECKS: tuple[Callable[[], Finding], ...] = (check_python, check_torch, check_vllm, check_plugin, check_devices)
+CHECKS: tuple[Callable[[], Finding], ...] = (
+    check_python,
+    check_torch,
+    check_vllm,
+    check_plugin,
+    check_memory,
+    check_devices,
+)

@@ -8,6 +8,7 @@ import pytest
 
 from oasiskv.cli import doctor
 from oasiskv.cli.doctor import Finding
+from oasiskv.core.host_memory import MemoryLimit
 
 PYPROJECT = Path(__file__).parents[3] / "pyproject.toml"
 
@@ -40,7 +41,7 @@ def test_nothing_missing_exits_0(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_real_checks_report_this_interpreter_torch_and_vllm(capsys: pytest.CaptureFixture[str]) -> None:
     doctor.run(argparse.Namespace())
     subjects = {line.split()[0] for line in capsys.readouterr().out.splitlines() if not line.startswith(" ")}
-    assert subjects == {"python", "torch", "vllm", "plugin", "cuda"}
+    assert subjects == {"python", "torch", "vllm", "plugin", "memory", "cuda"}
 
 
 def test_the_vllm_release_asked_for_is_the_one_that_the_extras_install() -> None:
@@ -100,3 +101,17 @@ def test_a_plugin_that_vllm_is_told_to_leave_out_is_found(monkeypatch: pytest.Mo
     finding = doctor.check_plugin({"VLLM_PLUGINS": "other"})
     assert "VLLM_PLUGINS" in finding.value
     assert finding.advice is not None
+
+
+@pytest.mark.parametrize(
+    ("limit", "value"),
+    [
+        (
+            MemoryLimit(max_bytes=16 * 2**30, source="cgroup memory.max", mem_total_bytes=31 * 2**30),
+            "16.0 GiB (cgroup memory.max); the machine reports 31.0 GiB",
+        ),
+        (MemoryLimit(max_bytes=None, source="no limit", mem_total_bytes=None), "no limit; the machine reports unknown"),
+    ],
+)
+def test_the_memory_limit_is_reported_with_what_sets_it(limit: MemoryLimit, value: str) -> None:
+    assert doctor.check_memory(lambda: limit) == Finding(subject="memory", value=value)
