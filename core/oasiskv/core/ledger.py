@@ -3,7 +3,7 @@
 `engine.vllm.manager` asks it inside vLLM's scheduler; what it decides travels to the workers as `StepCommands`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from oasiskv.core.commands import StepCommands
@@ -26,12 +26,11 @@ class _Request:
     num_stored: int = 0
     """Blocks the workers were told to write through."""
     num_processed: int = 0
+    """Tokens whose K and V are final when this step begins."""
     num_sealed: int = 0
     seen_in_step: int = -1
-    switch_at: int | None = None
-    """Complete blocks at which it becomes sparse; None while dense."""
     switched_in_step: int | None = None
-    """Step in which the workers were told."""
+    """Step in which the workers were told that it is sparse; None while dense."""
     num_freed: int = 0
     """Block table entries below this one were gone through for freeing."""
 
@@ -102,15 +101,7 @@ class RequestLedger:
         if request.seen_in_step != self._step:
             request.seen_in_step = self._step
             request.num_settled = request.num_final
-        request.num_processed = num_processed
-        request.num_final = max(request.num_final, num_processed // self._block_size)
-        if (
-            request.switch_at is None
-            and request.uses_host
-            and num_processed >= request.prefill_tokens
-            and self._layout.may_switch(request.num_final)
-        ):
-            request.switch_at = request.num_final
+        self._note(request, num_processed)
         if request.switched_in_step is None or request.switched_in_step == self._step:
             return range(0)
         first = max(request.num_freed, self._layout.budget_blocks)
@@ -124,33 +115,34 @@ class RequestLedger:
         pages = (position - layout.budget_blocks, position // layout.rows_per_page)
         return any(0 <= page < layout.num_pages(num_final) and layout.page_position(page) == position for page in pages)
 
-    def take_commands(self, scheduled: set[str], released: set[str]) -> StepCommands:
+    def take_commands(self, num_computed: Mapping[str, int], released: set[str]) -> StepCommands:
         """Return the orders of this step and count them as given.
 
         Args:
-            scheduled: Requests that run in this step.
+            num_computed: Requests that run in this step, with the tokens computed before it, those of steps in flight
+                included: the prompt's among them are final as soon as they are scheduled.
             released: Requests that finished or were preempted since the last step.
         """
         host_blocks: dict[str, list[int]] = {}
         store: dict[str, tuple[int, int]] = {}
         switch: dict[str, int] = {}
-        for request_id in sorted(scheduled & self._requests.keys()):
+        for request_id in sorted(num_computed.keys() & self._requests.keys()):
             request = self._requests[request_id]
             if not request.uses_host:
                 continue
+            self._note(request, min(num_computed[request_id], request.prefill_tokens))
             if request.num_host_blocks > request.num_announced:
                 host_blocks[request_id] = list(self._host.table(request_id)[request.num_announced :])
                 request.num_announced = request.num_host_blocks
             if request.switched_in_step is None and request.num_final > request.num_stored:
                 store[request_id] = (request.num_stored, request.num_final)
                 request.num_stored = request.num_final
-            if request.switch_at is not None and request.switched_in_step is None:
-                request.switch_at = request.num_final
+            if request.switched_in_step is None and self._may_switch(request):
                 switch[request_id] = request.num_final
                 request.switched_in_step = self._step
         return StepCommands(released=tuple(sorted(released)), host_blocks=host_blocks, store=store, switch=switch)
 
-    def num_dense_decodes(self, scheduled: set[str]) -> int:
+    def num_dense_decodes(self, scheduled: Set[str]) -> int:
         """Count the requests of this step that decode with everything resident."""
         requests = (self._requests[request_id] for request_id in scheduled & self._requests.keys())
         return sum(
@@ -176,6 +168,14 @@ class RequestLedger:
         """Take back everything of a request that finished or was preempted."""
         if self._requests.pop(request_id, None) is not None:
             self._host.release(request_id)
+
+    def _note(self, request: _Request, num_final_tokens: int) -> None:
+        request.num_processed = max(request.num_processed, num_final_tokens)
+        request.num_final = request.num_processed // self._block_size
+
+    def _may_switch(self, request: _Request) -> bool:
+        is_decoding = request.num_processed >= request.prefill_tokens
+        return is_decoding and self._layout.may_switch(request.num_final)
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)

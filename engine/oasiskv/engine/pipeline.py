@@ -25,8 +25,11 @@ class Pipeline(Protocol):
     def wait(self, layer: int) -> bool:
         """Order the caller after the layer's last work; say whether it was late: had to be waited for."""
 
+    def end_pass(self) -> None:
+        """Note that a forward pass is over."""
+
     def fence(self) -> None:
-        """Wait for every layer."""
+        """Order the caller after every layer."""
 
     def close(self) -> None:
         """Finish what was submitted and release what the pipeline holds."""
@@ -43,6 +46,9 @@ class InlinePipeline:
     def wait(self, layer: int) -> bool:
         """Return False: nothing is ever outstanding."""
         return False
+
+    def end_pass(self) -> None:
+        """Do nothing."""
 
     def fence(self) -> None:
         """Do nothing."""
@@ -101,6 +107,9 @@ class ThreadPipeline:
             self._demand(self._submitted[layer])
             self._wait_for(lambda: self._done[layer] == self._submitted[layer], f"layer {layer}")
             return True
+
+    def end_pass(self) -> None:
+        """Do nothing: the next pass waits layer by layer."""
 
     def fence(self) -> None:
         """Block until every layer's work is done."""

@@ -6,7 +6,6 @@ The engine calls, in this order: `apply(commands)`, `begin_step(batch)`, then pe
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -16,70 +15,18 @@ from oasiskv.core.errors import CorruptBlockError
 from oasiskv.engine.counters import RuntimeCounters
 from oasiskv.engine.host_pool import HostPool
 from oasiskv.engine.pipeline import Pipeline, Stage
+from oasiskv.engine.plan import Batch, StepPlan, StepPlanner
 from oasiskv.engine.state import CacheShape, WorkingSets
 from oasiskv.engine.switch import switch_layer
 from oasiskv.kernels.complete import complete
 from oasiskv.kernels.predict import predict
+from oasiskv.kernels.publish import publish
 from oasiskv.kernels.rows import Row, stamp_of
 from oasiskv.kernels.select import select
 from oasiskv.kernels.transfer import store, transfer
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
-    """The rows that one forward pass computes, as the engine lays them out.
-
-    Attributes:
-        request_ids: One per row.
-        query_start_loc: `int32[num_rows + 1]`, on the device: first token of each row.
-        seq_lens: `int32[num_rows]`, on the device: tokens of the request when the step ends, the draft token included.
-        block_table: `int32[num_rows, max_blocks]`, on the device: positional, entry i for block i.
-        num_drafts: Draft tokens at the end of each row.
-        has_usable_draft: Whether the row's last token is a real draft, not a placeholder.
-    """
-
-    request_ids: Sequence[str]
-    query_start_loc: torch.Tensor
-    seq_lens: torch.Tensor
-    block_table: torch.Tensor
-    num_drafts: Sequence[int]
-    has_usable_draft: Sequence[bool]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionRows:
-    """What attention reads: each row's blocks in order and how many tokens of them count.
-
-    Attributes:
-        block_table: `int32[num_rows, width]`; a sparse row lists its slots, then its active blocks.
-        seq_lens: `int32[num_rows]`: tokens in those blocks; the row's queries are the last of them.
-    """
-
-    block_table: torch.Tensor
-    seq_lens: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepPlan:
-    """Everything the layers of one step share.
-
-    Attributes:
-        slots: `int64[num_rows]`: request slot of each row.
-        sparse: Indices of the sparse rows.
-        num_complete: `int32[num_rows]`: complete blocks of each row.
-        rows: `int32[len(sparse), len(Row)]`.
-        query_rows: `int64[num_rows]`: token whose query looks ahead.
-        num_drafts: `int32[num_rows]`.
-        attention: The target layers' view.
-    """
-
-    slots: torch.Tensor
-    sparse: list[int]
-    num_complete: torch.Tensor
-    rows: torch.Tensor
-    query_rows: torch.Tensor
-    num_drafts: torch.Tensor
-    attention: AttentionRows
+COUNTER_STEPS = 16
+"""Steps between two copies of the device counters on a GPU."""
 
 
 class Runtime:
@@ -112,16 +59,22 @@ class Runtime:
         self._pool = pool
         self._pipeline = pipeline
         # The device counters as of each layer's last finished background: what may be read while the next one runs.
-        self._settled_counters = torch.zeros_like(sets.counters)
         self._device = sets.resident.device
+        is_cuda = self._device.type == "cuda"
+        self._settled_counters = torch.zeros(sets.counters.shape, dtype=torch.int64, pin_memory=is_cuda)
+        # On a GPU they are copied every few steps, and read when the copy is over, so that nothing waits for them.
+        self._settled_event = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
+        self._counts: dict[str, float] = {}
         self._slot_of: dict[str, int] = {}
-        self._free_slots = list(range(len(sets.cap) - 1, -1, -1))
+        # The last slot is the padding rows'.
+        num_slots, max_blocks = len(sets.cap) - 1, sets.host_table.shape[1]
+        self._free_slots = list(range(num_slots - 1, -1, -1))
+        self._planner = StepPlanner(config, shape, sets, num_slots, max_blocks)
         self._num_host_blocks: dict[str, int] = {}
         self._sparse: set[str] = set()
         self._commands = StepCommands()
         self._step = 0
         self._plan: StepPlan | None = None
-        self._drafter_queries: torch.Tensor | None = None
 
     @property
     def plan(self) -> StepPlan | None:
@@ -151,6 +104,8 @@ class Runtime:
     def begin_step(self, batch: Batch) -> StepPlan:
         """Write finished blocks through, switch requests to sparse, and plan the step."""
         self._step += 1
+        if self._settled_event is not None and self._step % COUNTER_STEPS == 0:
+            self._settle_counters()
         slots = [self._slot(request_id) for request_id in batch.request_ids]
         row_of = {request_id: row for row, request_id in enumerate(batch.request_ids)}
         commands, self._commands = self._commands, StepCommands()
@@ -159,52 +114,35 @@ class Runtime:
         for request_id, num_complete in commands.switch.items():
             self._switch(slots[row_of[request_id]], batch.block_table[row_of[request_id]], num_complete)
             self._sparse.add(request_id)
-        self._plan = self._make_plan(batch, slots)
-        self._drafter_queries = batch.query_start_loc[1:].long() - 1 - self._plan.num_drafts
+        sparse = [request_id in self._sparse for request_id in batch.request_ids]
+        drafted = sum(usable and flag for usable, flag in zip(batch.has_usable_draft, sparse, strict=True))
+        self.counters.add_sources(drafted, sum(sparse))
+        self._plan = self._planner.plan(batch, slots, sparse, self._step)
+        return self._plan
+
+    def begin_blank(self, seq_lens: torch.Tensor) -> StepPlan:
+        """Plan a pass without requests behind its rows, where the layers' work does nothing: warm-up and capture.
+
+        Args:
+            seq_lens: `int32[n]` that attention shall see.
+        """
+        self._pipeline.end_pass()
+        self._plan = self._planner.blank(seq_lens)
+        return self._plan
+
+    def pad(self, num_rows: int) -> StepPlan:
+        """Let the running step have padding rows, as a captured graph has."""
+        assert self._plan is not None
+        self._plan = self._planner.padded(self._plan, num_rows)
         return self._plan
 
     def begin_drafting(
         self, query_start_loc: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor
-    ) -> AttentionRows:
-        """Start the drafter's pass over the rows of the running step.
-
-        Its lookahead query is that of the last token that is no rejected draft.
-
-        Args:
-            query_start_loc: As in `Batch`, of the drafter's pass.
-            seq_lens: As in `Batch`; the drafter may see more tokens than the target.
-            block_table: As in `Batch`.
-
-        Returns:
-            What the drafter's attention reads.
-        """
-        plan = self._plan
-        assert plan is not None
-        self._drafter_queries = query_start_loc[1:].long() - 1 - plan.num_drafts
-        return self._attention_rows(seq_lens, block_table, plan.sparse, plan.num_complete)
-
-    def _attention_rows(
-        self, seq_lens: torch.Tensor, block_table: torch.Tensor, sparse_rows: list[int], num_complete: torch.Tensor
-    ) -> AttentionRows:
-        if not sparse_rows:
-            return AttentionRows(block_table=block_table, seq_lens=seq_lens)
-        budget, block_size = self.config.budget_blocks, self.shape.block_size
-        sparse = torch.tensor(sparse_rows, device=self._device)
-        width = budget + 2
-        column = torch.arange(width, device=self._device)
-        active = num_complete[sparse, None]
-        last = (seq_lens[sparse, None] + block_size - 1) // block_size
-        source = torch.where(column < budget, column, active + column - budget)
-        source = torch.where(source < last, source, 0).long()
-        compact = block_table[sparse].gather(1, source)
-        lens = seq_lens.clone()
-        lens[sparse] = budget * block_size + seq_lens[sparse] - block_size * num_complete[sparse]
-        is_all_sparse = len(sparse_rows) == len(seq_lens)
-        table = block_table[:, :width].clone() if is_all_sparse else block_table.clone()
-        if table.shape[1] < width:
-            table = torch.nn.functional.pad(table, (0, width - table.shape[1]))
-        table[sparse, :width] = compact
-        return AttentionRows(block_table=table, seq_lens=lens)
+    ) -> StepPlan:
+        """Start the drafter's pass over the rows of the running step; see `StepPlanner.plan_drafting`."""
+        assert self._plan is not None
+        self._plan = self._planner.plan_drafting(self._plan, query_start_loc, seq_lens, block_table)
+        return self._plan
 
     def before_write(self, layer: int) -> None:
         """Wait for the layer's transfer of the step before, then take in blocks that became final."""
@@ -216,8 +154,9 @@ class Runtime:
                 layer, int((self.sets.plan[layer, ..., 0] >= 0).sum()), time.perf_counter() - started
             )
         sets = self.sets
-        self._settled_counters[layer] = sets.counters[layer]
-        if plan.sparse:
+        if self._settled_event is None:
+            self._settled_counters[layer] = sets.counters[layer]
+        if self._has_work(plan):
             complete(
                 self._kv_caches[layer],
                 self._pool.units,
@@ -242,29 +181,46 @@ class Runtime:
             layer: The layer.
             query: `[num_tokens, num_query_heads, head_dim]` of this pass, after the rotary embedding.
         """
-        plan = self._plan
+        plan, sets = self._plan, self.sets
         assert plan is not None
-        rows = plan.query_rows
-        if layer >= self.shape.num_target_layers:
-            assert self._drafter_queries is not None
-            rows = self._drafter_queries
-        self.sets.query[layer, plan.slots] = query[rows]
+        query_rows = plan.drafter_rows if layer >= self.shape.num_target_layers else plan.query_rows
+        publish(query, query_rows, plan.slots, plan.rows, sets.query[layer], sets.rows[layer])
 
     def after_attention(self, layer: int) -> None:
         """Hand the layer to the background."""
         plan = self._plan
         assert plan is not None
-        if plan.sparse:
-            self._pipeline.submit(layer, self._background(layer, plan.rows))
+        if self._has_work(plan):
+            self._pipeline.submit(layer, self._background(layer, len(plan.rows)))
+
+    def end_pass(self) -> None:
+        """Note that a forward pass is over, the target's or the drafter's."""
+        self._pipeline.end_pass()
 
     def fence(self) -> None:
         """Wait for the whole background."""
         self._pipeline.fence()
-        self._settled_counters.copy_(self.sets.counters)
+        self._settle_counters()
 
-    def counts(self) -> dict[str, float]:
-        """Return everything counted since the start, in which predicted = hit + fetched + deferred always holds."""
-        return self.counters.snapshot(self._settled_counters, self.shape)
+    def counts(self, *, wait: bool = False) -> dict[str, float]:
+        """Return everything counted since the start, in which predicted = hit + fetched + deferred always holds.
+
+        Args:
+            wait: Wait for the device; else its last counters that arrived are returned.
+        """
+        if self._settled_event is not None:
+            if wait:
+                self._settle_counters()
+                self._settled_event.synchronize()
+            elif not self._settled_event.query():  # type: ignore[no-untyped-call]
+                return self._counts or self.counters.snapshot(torch.zeros_like(self._settled_counters), self.shape)
+        self._counts = self.counters.snapshot(self._settled_counters, self.shape)
+        return self._counts
+
+    def _settle_counters(self) -> None:
+        self._settled_counters.copy_(self.sets.counters, non_blocking=True)
+        if self._settled_event is not None:
+            self._settled_event.record()
 
     def close(self) -> None:
         """Finish the background and give the host memory back."""
@@ -316,51 +272,14 @@ class Runtime:
             sets.stamp[layer, slot] = stamp_of(self._step)
         self.counters.switches += 1
 
-    def _make_plan(self, batch: Batch, slots: list[int]) -> StepPlan:
-        sets, block_size, layout = self.sets, self.shape.block_size, self.sets.layout
-        sparse = [row for row, request_id in enumerate(batch.request_ids) if request_id in self._sparse]
-        query_lens = batch.query_start_loc[1:] - batch.query_start_loc[:-1]
-        num_complete = (batch.seq_lens - query_lens) // block_size
-        slot_tensor = torch.tensor(slots, dtype=torch.int64, device=self._device)
-        num_drafts = torch.tensor(batch.num_drafts, dtype=torch.int32, device=self._device)
-        skipped = [
-            0 if usable else drafts for drafts, usable in zip(batch.num_drafts, batch.has_usable_draft, strict=True)
-        ]
-        query_rows = batch.query_start_loc[1:].long() - 1 - torch.tensor(skipped, device=self._device)
+    def _has_work(self, plan: StepPlan) -> bool:
+        """Say whether a pass needs the background: some row is sparse, or will be in a replay of this capture."""
+        return plan.num_sparse > 0 or plan.num_rows == 0
 
-        index = torch.tensor(sparse, dtype=torch.int64, device=self._device)
-        slot, complete_now, table = slot_tensor[index], num_complete[index], batch.block_table[index]
-        finished = table.gather(1, (complete_now - 1).clamp(min=0).long()[:, None])[:, 0]
-        is_finished = complete_now > sets.num_complete[slot]
-        sets.num_complete[slot] = complete_now
-        # A page starts with the block that finishes now; naming it again in later steps changes nothing.
-        page = (complete_now - 1).clamp(min=0).long() // layout.rows_per_page
-        position = torch.maximum(layout.budget_blocks + page, page * layout.rows_per_page)
-        sets.page_ids[slot, page] = table.gather(1, position[:, None])[:, 0]
-        columns = {
-            Row.REQUEST: slot.int(),
-            Row.NUM_COMPLETE: complete_now.int(),
-            Row.STEP: torch.full_like(complete_now, self._step),
-            Row.FINISHED_BLOCK: torch.where(is_finished, finished, -1),
-        }
-        self.counters.add_sources(sum(batch.has_usable_draft[row] for row in sparse), len(sparse))
-        return StepPlan(
-            slots=slot_tensor,
-            sparse=sparse,
-            num_complete=num_complete,
-            rows=torch.stack([columns[column].int() for column in Row], 1),
-            query_rows=query_rows,
-            num_drafts=num_drafts,
-            attention=self._attention_rows(batch.seq_lens, batch.block_table, sparse, num_complete),
-        )
-
-    def _background(self, layer: int, rows: torch.Tensor) -> list[Stage]:
+    def _background(self, layer: int, num_rows: int) -> list[Stage]:
         sets, config, kv_cache = self.sets, self.config, self._kv_caches[layer]
-        shape = (len(rows), self.shape.num_kv_heads, config.budget_blocks)
-        blocks = torch.empty(shape, dtype=torch.int32, device=self._device)
-        scores = torch.empty(shape, dtype=torch.float32, device=self._device)
-        plan = sets.plan[layer]
-        plan.fill_(-1)
+        rows, plan = sets.rows[layer, :num_rows], sets.plan[layer, :num_rows]
+        blocks, scores = sets.blocks[layer, :num_rows], sets.scores[layer, :num_rows]
 
         @torch.inference_mode()
         def run_predict() -> None:
@@ -380,22 +299,14 @@ class Runtime:
 
         @torch.inference_mode()
         def run_select() -> None:
-            select(
-                blocks,
-                scores,
-                rows,
-                sets.cap,
-                sets.resident[layer],
-                sets.stamp[layer],
-                plan[: len(rows)],
-                sets.counters[layer],
-            )
+            resident, stamp = sets.resident[layer], sets.stamp[layer]
+            select(blocks, scores, rows, sets.cap, resident, stamp, plan, sets.counters[layer])
             if config.debug_poison:
                 self._poison(layer, rows)
 
         @torch.inference_mode()
         def run_transfer() -> None:
-            transfer(self._pool.units, layer, kv_cache, plan[: len(rows)], rows, sets.host_table, sets.slot_ids)
+            transfer(self._pool.units, layer, kv_cache, plan, rows, sets.host_table, sets.slot_ids)
 
         return [run_predict, run_select, run_transfer]
 
@@ -409,8 +320,9 @@ class Runtime:
         self._kv_caches[layer][block, head, :, head_dim:] = 1e4
 
     def _verify(self, layer: int, plan: StepPlan) -> None:
-        for slot in plan.slots[plan.sparse].tolist():
-            self._check_working_set(layer, slot)
+        for slot in plan.rows[:, Row.REQUEST].tolist():
+            if slot >= 0:
+                self._check_working_set(layer, slot)
 
     def _check_working_set(self, layer: int, slot: int) -> None:
         sets = self.sets

@@ -7,7 +7,7 @@ import torch
 from oasiskv.core.config import LookaheadConfig
 from oasiskv.core.errors import UnsupportedError
 from oasiskv.core.layout import SparseLayout
-from oasiskv.kernels.rows import Counter, SummaryLayout
+from oasiskv.kernels.rows import Counter, Row, SummaryLayout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,9 @@ class CacheShape:
 
 
 class WorkingSets:
-    """All device tensors of the backend. R is the number of request slots, one per running request.
+    """All device tensors of the backend.
+
+    R is the number of request slots: one per running request and a spare one for padding rows.
 
     Attributes:
         resident: `int32[num_layers, R, num_kv_heads, budget]`: block index in each slot.
@@ -48,6 +50,8 @@ class WorkingSets:
         page_ids: `int32[R, max_pages]`: summary page to engine block.
         host_table: `int32[R, max_blocks]`: block index to host block.
         query: `[num_layers, R, num_query_heads, head_dim]`: the last published lookahead query.
+        rows: `int32[num_layers, R, len(Row)]`: the last published step metadata, by batch row.
+        blocks, scores: `int32`, `float32[num_layers, R, num_kv_heads, budget]`: what was predicted, by batch row.
         plan: `int32[num_layers, R, num_kv_heads, cap, 2]`: what the running step fetches, by batch row.
         counters: `int64[num_layers, num_kv_heads, len(Counter)]`.
         switch_pages: One layer's summary pages while a request switches, `[max_pages, ...]` shaped as engine blocks.
@@ -61,7 +65,7 @@ class WorkingSets:
         Args:
             config: The backend's settings.
             shape: This process's KV cache.
-            max_requests: Request slots.
+            max_requests: Requests that run at a time.
             max_blocks: Blocks of the longest request, the draft token's included.
             device: Where attention runs.
 
@@ -74,6 +78,7 @@ class WorkingSets:
         self.layout = SparseLayout(budget_blocks=config.budget_blocks, rows_per_page=self.summaries.rows_per_page)
         layers, heads, budget = shape.num_layers, shape.num_kv_heads, config.budget_blocks
         max_pages = self.summaries.num_pages(max_blocks)
+        max_requests += 1
 
         def ints(*size: int) -> torch.Tensor:
             return torch.zeros(size, dtype=torch.int32, device=device)
@@ -89,6 +94,9 @@ class WorkingSets:
         self.query = torch.zeros(
             layers, max_requests, shape.num_query_heads, shape.head_dim, dtype=shape.dtype, device=device
         )
+        self.rows = ints(layers, max_requests, len(Row))
+        self.blocks = ints(layers, max_requests, heads, budget)
+        self.scores = torch.zeros(layers, max_requests, heads, budget, dtype=torch.float32, device=device)
         self.counters = torch.zeros(layers, heads, len(Counter), dtype=torch.int64, device=device)
         page = (heads, shape.block_size, 2 * shape.head_dim)
         self.switch_pages = torch.zeros(max_pages, *page, dtype=shape.dtype, device=device)

@@ -115,10 +115,12 @@ class OasisKVConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> StepMetadata:
         """Hand the step's orders over."""
         assert self._ledger is not None
-        scheduled = set(scheduler_output.num_scheduled_tokens)
+        running = scheduler_output.scheduled_cached_reqs
+        num_computed = {request.req_id: request.num_computed_tokens for request in scheduler_output.scheduled_new_reqs}
+        num_computed |= zip(running.req_ids, running.num_computed_tokens, strict=True)
         released = set(scheduler_output.finished_req_ids) | set(scheduler_output.preempted_req_ids or ())
-        commands = self._ledger.take_commands(scheduled, released)
-        self._dense_steps += self._ledger.num_dense_decodes(scheduled)
+        commands = self._ledger.take_commands(num_computed, released)
+        self._dense_steps += self._ledger.num_dense_decodes(num_computed.keys())
         return StepMetadata(commands=commands)
 
     def request_finished_all_groups(
@@ -151,6 +153,14 @@ class OasisKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         """Do nothing."""
+
+    def finish_forward(self) -> None:
+        """Close the pass that just ran outside of a graph; model runner V2 calls it."""
+        from oasiskv.engine.vllm.worker import current
+
+        backend = current()
+        if backend is not None and backend.runtime is not None:
+            backend.runtime.end_pass()
 
     # Counters.
 

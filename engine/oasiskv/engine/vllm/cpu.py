@@ -18,6 +18,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from oasiskv.engine.attention import AttentionGroups, attend, group_rows
+from oasiskv.engine.plan import StepPlan
 from oasiskv.engine.vllm.manager import LookaheadSpec
 from oasiskv.engine.vllm.worker import LookaheadWorker, WorkerBackend, current, is_planned
 
@@ -45,22 +46,21 @@ class LookaheadCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         backend, common = _backend(), common_attn_metadata
         if (request_ids := backend.request_ids(common.num_reqs)) is not None:
             backend.begin_step(request_ids, common.query_start_loc, common.seq_lens, common.block_table_tensor)
-        plan = backend.take_plan()
-        view = plan.attention if plan is not None else None
-        return self._metadata(common, None if view is None else (view.block_table, view.seq_lens))
+        plan = backend.plan_pass(common.num_reqs, common.query_start_loc, common.seq_lens, common.block_table_tensor)
+        return self._metadata(common, plan)
 
     def build_for_drafting(
         self, common_attn_metadata: CommonAttentionMetadata, draft_index: int
     ) -> LookaheadCPUMetadata:
         """Plan the drafter's pass over the same rows."""
         common = common_attn_metadata
-        view = _backend().begin_drafting(common.query_start_loc, common.seq_lens, common.block_table_tensor)
-        return self._metadata(common, None if view is None else (view.block_table, view.seq_lens))
+        plan = _backend().begin_drafting(common.query_start_loc, common.seq_lens, common.block_table_tensor)
+        return self._metadata(common, plan)
 
-    def _metadata(
-        self, common: CommonAttentionMetadata, view: tuple[torch.Tensor, torch.Tensor] | None
-    ) -> LookaheadCPUMetadata:
-        block_table, seq_lens = view if view is not None else (common.block_table_tensor, common.seq_lens)
+    def _metadata(self, common: CommonAttentionMetadata, plan: StepPlan | None) -> LookaheadCPUMetadata:
+        block_table, seq_lens = common.block_table_tensor, common.seq_lens
+        if plan is not None:
+            block_table, seq_lens = plan.block_table, plan.seq_lens
         return LookaheadCPUMetadata(
             num_actual_tokens=common.num_actual_tokens,
             max_query_len=common.max_query_len,
@@ -71,7 +71,7 @@ class LookaheadCPUMetadataBuilder(CPUAttentionMetadataBuilder):
             slot_mapping=common.slot_mapping,
             scheduler_metadata=None,
             groups=group_rows(common.query_start_loc, seq_lens, block_table, self.block_size),
-            is_planned=view is not None,
+            is_planned=plan is not None,
         )
 
 

@@ -27,7 +27,7 @@ class LookaheadFlashMetadata(FlashAttentionMetadata):
     """vLLM's metadata.
 
     Attributes:
-        is_planned: Whether requests of a running step stand behind the rows; not so in warm-up and capture.
+        is_planned: Whether the backend works beside the pass; it does from the start of serving, captures included.
     """
 
     is_planned: bool = False
@@ -38,22 +38,22 @@ class LookaheadFlashMetadataBuilder(FlashAttentionMetadataBuilder):
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: AttentionSpec) -> AttentionCGSupport:
-        """Stay out of graphs: the layers' background is launched from Python between piecewise graphs."""
-        return AttentionCGSupport.NEVER
+        """Be part of full graphs of decode steps, the background with them; other steps run piecewise."""
+        return AttentionCGSupport.UNIFORM_BATCH
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> LookaheadFlashMetadata:
         """Let FlashAttention see the working sets of sparse rows."""
-        backend, common = _backend(), common_attn_metadata
-        plan = backend.take_plan()
+        common = common_attn_metadata
+        plan = _backend().plan_pass(common.num_reqs, common.query_start_loc, common.seq_lens, common.block_table_tensor)
         if plan is not None:
-            rows, block_size = plan.attention, self.block_size
-            is_all_sparse = len(plan.sparse) == len(plan.slots)
+            is_all_sparse = 0 < plan.num_sparse == plan.num_rows
+            bound = (plan.budget_blocks + 2) * self.block_size
             common = common.replace(
-                block_table_tensor=rows.block_table,
-                seq_lens=rows.seq_lens,
-                max_seq_len=rows.block_table.shape[1] * block_size if is_all_sparse else common.max_seq_len,
+                block_table_tensor=plan.block_table,
+                seq_lens=plan.seq_lens,
+                max_seq_len=bound if is_all_sparse else common.max_seq_len,
             )
         built = super().build(common_prefix_len, common, fast_build)
         values = {field.name: getattr(built, field.name) for field in fields(FlashAttentionMetadata)}

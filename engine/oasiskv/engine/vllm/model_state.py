@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from vllm import ModelRegistry
 from vllm.config import VllmConfig
+from vllm.model_executor.offloader.base import NoopOffloader, get_offloader, set_offloader
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.input_batch import InputBatch, get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
@@ -53,8 +54,29 @@ class RejectDraftsV2(RejectionSampler):
         return replace(output, sampled_token_ids=tokens, num_sampled=num_sampled, num_rejected=num_rejected)
 
 
+class JoinBackground(NoopOffloader):
+    """vLLM's own place to join a side stream before a capture ends: that of its weight offloader, which is off."""
+
+    def join_after_forward(self) -> None:
+        """Order the end of the graph after the background forked inside it."""
+        backend = current()
+        if backend is not None and backend.runtime is not None:
+            backend.runtime.end_pass()
+
+
 class LookaheadModelState(DefaultModelState):
     """vLLM's own state, which also tells the backend of every batch."""
+
+    def __init__(self, *args: Any) -> None:
+        """Take the offloader's place in captures.
+
+        Raises:
+            UnsupportedError: weights are offloaded.
+        """
+        super().__init__(*args)
+        if type(get_offloader()) not in (NoopOffloader, JoinBackground):
+            raise UnsupportedError("--cpu-offload-gb: expected 0, got weight offloading; or serve without OasisKV")
+        set_offloader(JoinBackground())
 
     def preprocess_state(
         self,

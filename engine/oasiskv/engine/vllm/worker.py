@@ -13,13 +13,16 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
+from oasiskv.core.commands import StepCommands
 from oasiskv.core.config import LookaheadConfig
 from oasiskv.core.errors import ConfigError, UnsupportedError
 from oasiskv.core.host_memory import HostPoolConfig, check_fits, host_memory_limit
 from oasiskv.engine.host_pool import HostPool
-from oasiskv.engine.pipeline import InlinePipeline, Pipeline, ThreadPipeline
-from oasiskv.engine.runtime import AttentionRows, Batch, Runtime, StepPlan
+from oasiskv.engine.pipeline import Pipeline, ThreadPipeline
+from oasiskv.engine.plan import Batch, StepPlan
+from oasiskv.engine.runtime import Runtime
 from oasiskv.engine.state import CacheShape, WorkingSets
+from oasiskv.engine.streams import StreamPipeline
 from oasiskv.engine.vllm import settings
 from oasiskv.engine.vllm.connector import StepMetadata, host_block_bytes
 from oasiskv.engine.vllm.manager import LookaheadSpec
@@ -49,6 +52,7 @@ class WorkerBackend:
         self._num_drafts: dict[str, int] = {}
         self._usable: set[str] = set()
         self._is_pending = False
+        self._is_running = False
         self._fresh_plan: StepPlan | None = None
         self._told: dict[str, float] = {}
         self.v1_batch: Any = None
@@ -144,7 +148,7 @@ class WorkerBackend:
         knows_ids = not self.vllm_config.scheduler_config.async_scheduling
         self._num_drafts = {request_id: len(ids) for request_id, ids in drafts.items()}
         self._usable = {request_id for request_id, ids in drafts.items() if ids and not (knows_ids and ids[-1] < 0)}
-        self._is_pending = True
+        self._is_pending = self._is_running = scheduler_output.total_num_scheduled_tokens > 0
 
     def begin_step(
         self, request_ids: list[str], query_start_loc: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor
@@ -173,18 +177,38 @@ class WorkerBackend:
 
     def begin_drafting(
         self, query_start_loc: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor
-    ) -> AttentionRows | None:
+    ) -> StepPlan | None:
         """Plan the drafter's pass; None when it has no requests behind it."""
         if self.runtime is None or self.runtime.plan is None:
             return None
-        num_rows = len(self.runtime.plan.slots)
+        num_rows = self.runtime.plan.num_rows
         return self.runtime.begin_drafting(query_start_loc[: num_rows + 1], seq_lens[:num_rows], block_table[:num_rows])
+
+    def plan_pass(
+        self, num_rows: int, query_start_loc: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor
+    ) -> StepPlan | None:
+        """Return the plan of a pass of model runner V2, padding rows included; None before the KV cache exists.
+
+        It is the target's of the step just begun, else the drafter's of the running step, else without requests.
+        """
+        if self.runtime is None:
+            return None
+        if self.take_plan() is None:
+            if self.runtime.plan is None or self.runtime.plan.num_rows == 0:
+                return self.runtime.begin_blank(seq_lens[:num_rows])
+            self.begin_drafting(query_start_loc, seq_lens, block_table)
+        return self.runtime.pad(num_rows)
+
+    def end_step(self) -> None:
+        """Forget the running step: what runs next has no requests behind it."""
+        if self.runtime is not None:
+            self.runtime.apply(StepCommands())
 
     def take_counts(self) -> dict[str, float]:
         """Return what was counted since the last call."""
         if self.runtime is None:
             return {}
-        now = self.runtime.counts()
+        now = self.runtime.counts(wait=not self._is_running)
         delta = {name: value - self._told.get(name, 0) for name, value in now.items()}
         self._told = now
         return delta
@@ -216,17 +240,26 @@ class WorkerBackend:
         check_fits(config.total_bytes, limit, num_processes=num_processes)
         make = HostPool.private if self.config.host_backing == "private" else HostPool.shared
         is_cuda = self._sets is not None and self._sets.cap.is_cuda
-        return make(config, self._shape.dtype, pin=is_cuda, report=_report)
+        return make(config, self._shape.dtype, pin=is_cuda, report=_Progress())
 
     def _make_pipeline(self) -> Pipeline:
         assert self._shape is not None
         if self._sets is not None and self._sets.cap.is_cuda:
-            return InlinePipeline()
+            return StreamPipeline(self._sets.cap.device)
         return ThreadPipeline(self._shape.num_layers, hold_layers=self.config.debug_hold_layers)
 
 
-def _report(done_bytes: int, total_bytes: int) -> None:
-    logger.info("Host memory for KV: %.1f of %.1f GiB ready", done_bytes / 2**30, total_bytes / 2**30)
+class _Progress:
+    """Logs every tenth part of what is done."""
+
+    def __init__(self) -> None:
+        self._told = 0
+
+    def __call__(self, done_bytes: int, total_bytes: int) -> None:
+        tenths = 10 * done_bytes // total_bytes
+        if tenths > self._told:
+            self._told = tenths
+            logger.info("Host memory for KV: %.1f of %.1f GiB ready", done_bytes / 2**30, total_bytes / 2**30)
 
 
 _current: WorkerBackend | None = None
@@ -280,6 +313,11 @@ class LookaheadWorker:
         """Hand the step's orders to the backend, then run the model."""
         self.backend.apply(scheduler_output)
         return super().execute_model(scheduler_output)  # type: ignore[misc]
+
+    def execute_dummy_batch(self) -> None:
+        """Run a pass without requests, as data parallel ranks do when they have none."""
+        self.backend.end_step()
+        super().execute_dummy_batch()  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Stop the backend, then the worker."""

@@ -1,0 +1,211 @@
+"""What all layers of a step share, in tensors that stay in place, so that a captured graph reads each step's values."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from oasiskv.core.config import LookaheadConfig
+from oasiskv.engine.state import CacheShape, WorkingSets
+from oasiskv.kernels.rows import Row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """The rows that one forward pass computes, as the engine lays them out.
+
+    Attributes:
+        request_ids: One per row.
+        query_start_loc: `int32[num_rows + 1]`, on the device: first token of each row.
+        seq_lens: `int32[num_rows]`, on the device: tokens of the request when the step ends, the draft token included.
+        block_table: `int32[num_rows, max_blocks]`, on the device: positional, entry i for block i.
+        num_drafts: Draft tokens at the end of each row.
+        has_usable_draft: Whether the row's last token is a real draft, not a placeholder.
+    """
+
+    request_ids: Sequence[str]
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    num_drafts: Sequence[int]
+    has_usable_draft: Sequence[bool]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """Views of a step's rows, one per batch row, padding rows included.
+
+    Attributes:
+        num_sparse: Sparse rows among them.
+        num_rows: Rows with a request behind them.
+        budget_blocks: Slots at the start of a sparse row's block table.
+        slots: `int32[n]`: request slot of each row; the spare slot for padding rows.
+        rows: `int32[n, len(Row)]`: sparse rows; REQUEST is -1 for dense and padding rows.
+        query_rows: `int32[n]`: token whose query looks ahead.
+        drafter_rows: `int32[n]`: the same in the drafter's pass.
+        block_table: `int32[n, max_blocks]`: what attention reads; a sparse row lists its slots, then its active blocks.
+        seq_lens: `int32[n]`: tokens in those blocks; the row's queries are the last of them.
+    """
+
+    num_sparse: int
+    num_rows: int
+    budget_blocks: int
+    slots: torch.Tensor
+    rows: torch.Tensor
+    query_rows: torch.Tensor
+    drafter_rows: torch.Tensor
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+
+
+class StepPlanner:
+    """Owner of the step's tensors.
+
+    Args:
+        config: The backend's settings.
+        shape: This process's KV cache.
+        sets: The working sets; their count of complete blocks and their pages grow with the plans.
+        max_requests: Most rows of a batch.
+        max_blocks: Blocks of the longest request.
+    """
+
+    def __init__(
+        self, config: LookaheadConfig, shape: CacheShape, sets: WorkingSets, max_requests: int, max_blocks: int
+    ) -> None:
+        """Allocate everything."""
+        self._budget = config.budget_blocks
+        self._block_size = shape.block_size
+        self._sets = sets
+        self._device = sets.resident.device
+
+        def ints(*size: int) -> torch.Tensor:
+            return torch.zeros(size, dtype=torch.int32, device=self._device)
+
+        self._slots, self._query_rows = ints(max_requests), ints(max_requests)
+        self._drafter_rows, self._num_drafts = ints(max_requests), ints(max_requests)
+        self._rows = ints(max_requests, len(Row))
+        self._block_table, self._seq_lens = ints(max_requests, max(max_blocks, self._budget + 2)), ints(max_requests)
+        self._num_complete = ints(max_requests)
+        self._is_sparse = torch.zeros(max_requests, dtype=torch.bool, device=self._device)
+        self._blank(0)
+
+    def blank(self, seq_lens: torch.Tensor) -> StepPlan:
+        """Return the plan of a pass without requests behind its rows, as in warm-up and capture.
+
+        Args:
+            seq_lens: `int32[n]` that attention shall see; every block is the null block.
+        """
+        self._blank(0)
+        count = len(seq_lens)
+        self._seq_lens[:count] = seq_lens
+        return self._view(count, 0, 0)
+
+    def plan(self, batch: Batch, slots: Sequence[int], sparse: Sequence[bool], step: int) -> StepPlan:
+        """Plan a step.
+
+        Args:
+            batch: The rows.
+            slots: Request slot of each row.
+            sparse: Whether each row's request is sparse.
+            step: Number of the step.
+        """
+        count, sets, layout = len(slots), self._sets, self._sets.layout
+        unusable = [0 if ok else n for n, ok in zip(batch.num_drafts, batch.has_usable_draft, strict=True)]
+        numbers = self._to_device([list(slots), list(batch.num_drafts), unusable, [int(flag) for flag in sparse]])
+        slot, num_drafts, skipped, is_sparse = numbers[0], numbers[1], numbers[2], numbers[3] != 0
+        last_row = batch.query_start_loc[1:] - 1
+        num_complete = (batch.seq_lens - batch.query_start_loc.diff()) // self._block_size
+        index = slot.long()
+
+        finished_at = (num_complete - 1).clamp(min=0).long()
+        finished = batch.block_table.gather(1, finished_at[:, None])[:, 0]
+        is_finished = is_sparse & (num_complete > sets.num_complete[index])
+        sets.num_complete[index] = torch.where(is_sparse, num_complete, sets.num_complete[index])
+        # A page starts with the block that finishes now; naming it again in later steps changes nothing.
+        page = finished_at // layout.rows_per_page
+        position = torch.maximum(layout.budget_blocks + page, page * layout.rows_per_page)
+        position = position.clamp(max=batch.block_table.shape[1] - 1)
+        page_id = batch.block_table.gather(1, position[:, None])[:, 0]
+        sets.page_ids[index, page] = torch.where(is_sparse, page_id, sets.page_ids[index, page])
+
+        columns = {
+            Row.REQUEST: torch.where(is_sparse, slot, -1),
+            Row.NUM_COMPLETE: num_complete,
+            Row.STEP: torch.full_like(slot, step),
+            Row.FINISHED_BLOCK: torch.where(is_finished, finished, -1),
+        }
+        self._slots[:count] = slot
+        self._query_rows[:count] = last_row - skipped
+        self._num_drafts[:count] = num_drafts
+        self._drafter_rows[:count] = last_row - num_drafts
+        self._rows[:count] = torch.stack([columns[column].int() for column in Row], 1)
+        self._num_complete[:count] = num_complete
+        self._is_sparse[:count] = is_sparse
+        self._blank(count)
+        self._see(batch.seq_lens, batch.block_table)
+        return self._view(count, count, sum(sparse))
+
+    def padded(self, plan: StepPlan, count: int) -> StepPlan:
+        """Return the plan with padding rows behind its own, `count` in all."""
+        return self._view(count, plan.num_rows, plan.num_sparse)
+
+    def plan_drafting(
+        self, plan: StepPlan, query_start_loc: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor
+    ) -> StepPlan:
+        """Plan the drafter's pass over the rows of a step, where it lays its tokens out anew.
+
+        Its lookahead query is that of the last token that is no rejected draft.
+
+        Args:
+            plan: The step's plan; its attention is over.
+            query_start_loc: As in `Batch`, of the drafter's pass.
+            seq_lens: As in `Batch`; the drafter may see more tokens than the target.
+            block_table: As in `Batch`.
+        """
+        count = plan.num_rows
+        self._drafter_rows[:count] = query_start_loc[1:] - 1 - self._num_drafts[:count]
+        self._see(seq_lens, block_table)
+        return self._view(count, count, plan.num_sparse)
+
+    def _see(self, seq_lens: torch.Tensor, block_table: torch.Tensor) -> None:
+        """Fill in what attention reads: every row's own table, then the working sets over those of sparse rows."""
+        count, budget, block_size = len(seq_lens), self._budget, self._block_size
+        width = min(block_table.shape[1], self._block_table.shape[1])
+        view, is_sparse = self._block_table[:count], self._is_sparse[:count, None]
+        num_complete = self._num_complete[:count]
+        view[:, :width] = block_table[:, :width]
+        # Slots stand first in the positional table; the active blocks move up behind them.
+        column = torch.arange(2, device=self._device)
+        source = (num_complete[:, None] + column).clamp(max=block_table.shape[1] - 1).long()
+        is_active = (num_complete[:, None] + column) * block_size < seq_lens[:, None]
+        active = torch.where(is_active, block_table.gather(1, source), 0)
+        view[:, budget : budget + 2] = torch.where(is_sparse, active, view[:, budget : budget + 2])
+        compact = seq_lens + block_size * (budget - num_complete)
+        self._seq_lens[:count] = torch.where(is_sparse[:, 0], compact, seq_lens)
+
+    def _blank(self, first: int) -> None:
+        """Turn the rows from `first` on into padding."""
+        self._slots[first:] = len(self._sets.num_complete) - 1
+        self._rows[first:, Row.REQUEST] = -1
+        self._rows[first:, Row.FINISHED_BLOCK] = -1
+        for tensor in (self._query_rows, self._drafter_rows, self._seq_lens, self._block_table):
+            tensor[first:] = 0
+
+    def _view(self, count: int, num_rows: int, num_sparse: int) -> StepPlan:
+        return StepPlan(
+            num_sparse=num_sparse,
+            num_rows=num_rows,
+            budget_blocks=self._budget,
+            slots=self._slots[:count],
+            rows=self._rows[:count],
+            query_rows=self._query_rows[:count],
+            drafter_rows=self._drafter_rows[:count],
+            block_table=self._block_table[:count],
+            seq_lens=self._seq_lens[:count],
+        )
+
+    def _to_device(self, values: list[list[int]]) -> torch.Tensor:
+        host = torch.tensor(values, dtype=torch.int32)
+        if self._device.type == "cuda":
+            host = host.pin_memory()
+        return host.to(self._device, non_blocking=True)
