@@ -47,9 +47,10 @@ install: $(READY) ## set up the environment; the first time takes a few minutes 
 	@echo 'Setting up .venv with vLLM for $(ENGINE): about 3 minutes and 3.5 GB the first time.'
 	$(PYTHON) -m venv .venv
 	$(PY) -m pip install --upgrade pip
-	$(PY) -m pip install -e '.[$(ENGINE),dev]' || { echo; \
-		echo 'If the error above is about torch: trying again with the wheels at $(TORCH_INDEX)'; \
-		$(PY) -m pip install --extra-index-url '$(TORCH_INDEX)' -e '.[$(ENGINE),dev]'; }
+	@install() { echo "pip install $$*"; $(PY) -m pip install "$$@"; }; \
+		install -e '.[$(ENGINE),dev]' || { \
+			printf '\n%s\n' 'If the error above is about torch: trying again with the wheels at $(TORCH_INDEX)'; \
+			install --extra-index-url '$(TORCH_INDEX)' -e '.[$(ENGINE),dev]'; }
 ifeq ($(ENGINE),cpu)
 	@echo 'Removing three packages that do not import beside the CPU build of torch; text models need none of them.'
 	$(PY) -m pip uninstall -y torchvision torchaudio torchcodec
