@@ -104,6 +104,7 @@ class Runtime:
     def begin_step(self, batch: Batch) -> StepPlan:
         """Write finished blocks through, switch requests to sparse, and plan the step."""
         self._step += 1
+        self._pipeline.end_pass()
         if self._settled_event is not None and self._step % COUNTER_STEPS == 0:
             self._settle_counters()
         slots = [self._slot(request_id) for request_id in batch.request_ids]

@@ -20,6 +20,7 @@ class StreamPipeline:
         self._scores = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._copies = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self._is_forked = False
+        self._is_captured = False
 
     def submit(self, layer: int, stages: list[Stage]) -> None:
         """Fork a layer's work from the current stream."""
@@ -31,14 +32,18 @@ class StreamPipeline:
         with torch.cuda.stream(self._copies):
             stages[-1]()
         self._is_forked = True
+        self._is_captured = torch.cuda.is_current_stream_capturing()
 
     def wait(self, layer: int) -> bool:
         """Return False: the pass before was joined."""
         return False
 
     def end_pass(self) -> None:
-        """Order the current stream after everything forked from it."""
-        if self._is_forked:
+        """Order the current stream after everything forked from it.
+
+        Inside a capture nothing is done about work forked outside, as when a piece of a pass is captured between layers.
+        """
+        if self._is_forked and self._is_captured == torch.cuda.is_current_stream_capturing():
             current = torch.cuda.current_stream()
             current.wait_stream(self._scores)
             current.wait_stream(self._copies)

@@ -57,9 +57,10 @@ def switch_layer(
         num_sinks=config.sink_blocks,
     )
     resident.copy_(seat(blocks[0]))
-    head, slot = torch.nonzero(resident >= budget, as_tuple=True)
-    source = block_ids[resident[head, slot].long()].long()
-    kv_cache[block_ids[slot].long(), head] = kv_cache[source, head]
+    # Every slot is written, those that keep their block with itself, so that the device need not be asked which move.
+    head, slot = torch.arange(num_heads, device=device)[:, None], torch.arange(budget, device=device)
+    source = block_ids[torch.where(resident < budget, slot, resident).long()].long()
+    kv_cache[block_ids[slot].long()[None], head] = kv_cache[source, head]
     kv_cache[page_ids.long()] = staging[: len(page_ids)]
 
 

@@ -51,6 +51,7 @@ class WorkerBackend:
         self._sets: WorkingSets | None = None
         self._num_drafts: dict[str, int] = {}
         self._usable: set[str] = set()
+        self.is_warming_up = False
         self._is_pending = False
         self._is_running = False
         self._fresh_plan: StepPlan | None = None
@@ -140,6 +141,9 @@ class WorkerBackend:
             ConfigError: they are missing, so the scheduler runs without the backend.
         """
         metadata = scheduler_output.kv_connector_metadata
+        if self.is_warming_up:
+            self.end_step()
+            return
         if self.runtime is None or not isinstance(metadata, StepMetadata):
             raise ConfigError(f"kv_transfer_config.kv_connector: expected {settings.CONNECTOR} on the scheduler's side")
         self.runtime.apply(metadata.commands)
@@ -313,6 +317,13 @@ class LookaheadWorker:
         """Hand the step's orders to the backend, then run the model."""
         self.backend.apply(scheduler_output)
         return super().execute_model(scheduler_output)  # type: ignore[misc]
+
+    def compile_or_warm_up_model(self) -> Any:
+        """Warm up, which sends steps of its own making through `execute_model`."""
+        self.backend.is_warming_up = True
+        result = super().compile_or_warm_up_model()  # type: ignore[misc]
+        self.backend.is_warming_up = False
+        return result
 
     def execute_dummy_batch(self) -> None:
         """Run a pass without requests, as data parallel ranks do when they have none."""
