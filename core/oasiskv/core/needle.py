@@ -26,8 +26,8 @@ class Needle:
     """First line of the prompt."""
     fact: str = "The secret number of the old lighthouse is {number}. Remember it."
     """The hidden line; `{number}` stands for the number."""
-    question: str = "What is the secret number of the old lighthouse?"
-    """Last line of the prompt."""
+    question: str = "Question: What is the secret number of the old lighthouse?"
+    """Last line of the prompt. Without its first word a small model takes it for a part of the text now and then."""
 
     def __post_init__(self) -> None:
         """Check every field.

@@ -9,6 +9,8 @@ from oasiskv.core.errors import ConfigError, InvalidRequestError
 from oasiskv.core.needle import Needle, build_needle_prompt
 
 TEXT = (Path(__file__).parents[3] / "examples" / "texts" / "ruth-1samuel.txt").read_text()
+NUM_FRAME_WORDS = 24
+"""Words of the instruction, the fact and the question."""
 FACT = "The secret number of the old lighthouse is 48213. Remember it."
 
 
@@ -22,9 +24,9 @@ def build(text: str = TEXT, needle: Needle | None = None, *, num_tokens: int = 3
 
 def test_the_prompt_is_instruction_text_fact_text_question() -> None:
     text = "One line here.\nAnother line.\nA third one."
-    assert build(text, Needle(depth=0.6), num_tokens=count_words(text) + 23) == (
+    assert build(text, Needle(depth=0.6), num_tokens=count_words(text) + NUM_FRAME_WORDS) == (
         "Read this text.\nOne line here.\nAnother line.\n"
-        f"{FACT}\nA third one.\nWhat is the secret number of the old lighthouse?"
+        f"{FACT}\nA third one.\nQuestion: What is the secret number of the old lighthouse?"
     )
 
 
@@ -72,13 +74,13 @@ def test_an_answer_must_hold_the_whole_number() -> None:
 
 
 def test_a_text_too_short_is_refused_with_its_length() -> None:
-    with pytest.raises(InvalidRequestError, match=r"^num_tokens: expected at most 26.*got 27$"):
-        build("Three short words.", num_tokens=27)
+    with pytest.raises(InvalidRequestError, match=r"^num_tokens: expected at most 27.*got 28$"):
+        build("Three short words.", num_tokens=28)
 
 
 def test_a_length_below_fact_and_question_is_refused_with_the_least_one() -> None:
-    with pytest.raises(InvalidRequestError, match=r"^num_tokens: expected at least 23, got 22$"):
-        build(num_tokens=22)
+    with pytest.raises(InvalidRequestError, match=r"^num_tokens: expected at least 24, got 23$"):
+        build(num_tokens=23)
 
 
 def test_a_text_that_holds_the_number_is_refused() -> None:
