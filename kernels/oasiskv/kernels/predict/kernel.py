@@ -35,16 +35,21 @@ def _sortable(score):
 
 @triton.jit
 def _weights(
-    query, alpha, G, D: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, SPAN: tl.constexpr, MID: tl.constexpr
-):
-    """Return what a summary row is multiplied by, `float32[SPAN, COLUMNS]`; column g is query head g % G."""
+    query, alpha, G, D: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, SPAN: tl.constexpr, MID: tl.constexpr,
+    dtype: tl.constexpr,
+):  # fmt: skip
+    """Return what summary rows are multiplied by, `[SPAN, COLUMNS]`, two columns for each query head.
+
+    The first half of the columns holds the weights rounded to the summaries' dtype, the second half what rounding left:
+    with both, matrix units of 16-bit operands keep float32's accuracy, and those columns would be idle otherwise.
+    """
     at = tl.arange(0, SPAN)
-    head = tl.arange(0, COLUMNS) % G
-    q = tl.load(query + head[None, :] * D + (at % D)[:, None], mask=(at < WIDTH)[:, None], other=0.0).to(tl.float32)
-    if MID:
-        return q
-    sign = tl.where(at < D, alpha, -alpha)
-    return (q + sign[:, None] * tl.abs(q)) / 2
+    column = tl.arange(0, COLUMNS)
+    head = column % (COLUMNS // 2) % G
+    q = tl.load(query + head[:, None] * D + (at % D)[None, :], mask=(at < WIDTH)[None, :], other=0.0).to(tl.float32)
+    weights = q if MID else (q + tl.where(at < D, alpha, -alpha)[None, :] * tl.abs(q)) / 2
+    rounded = weights.to(dtype).to(tl.float32)
+    return tl.trans(tl.where((column < COLUMNS // 2)[:, None], rounded, weights - rounded).to(dtype))
 
 
 @triton.jit
@@ -52,27 +57,25 @@ def _scan(
     query, pages, page_ids, keys, raw, first, last, alpha, num_sinks, stride, head,
     H: tl.constexpr, G: tl.constexpr, B: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, SPAN: tl.constexpr,
     PER_PAGE: tl.constexpr, MID: tl.constexpr, COLUMNS: tl.constexpr, REDUCTION: tl.constexpr, TILE: tl.constexpr,
-    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Score blocks [first, last) of one pair into `keys`, or for softmax every query head's scores into `raw`."""
-    dtype: tl.constexpr = pages.dtype.element_ty
     at = tl.arange(0, SPAN)
-    weights = _weights(query, alpha, G, D, WIDTH, COLUMNS, SPAN, MID)
-    # In two parts the weights keep float32's accuracy on matrix units that take 16-bit operands.
-    upper = weights.to(dtype)
-    lower = (weights - upper.to(tl.float32)).to(dtype)
-    column = tl.arange(0, COLUMNS)
-    for start in tl.range(first, last, TILE, num_stages=STAGES):
+    block = first + tl.arange(0, TILE)
+    # Pages are looked up one tile ahead, so that the pipeline's loads wait for no other load.
+    page = tl.load(page_ids + block // PER_PAGE, mask=block < last, other=0)
+    weights = _weights(query, alpha, G, D, WIDTH, COLUMNS, SPAN, MID, pages.dtype.element_ty)
+    HEADS: tl.constexpr = COLUMNS // 2
+    column = tl.arange(0, HEADS)
+    for start in range(first, last, TILE):
         block = start + tl.arange(0, TILE)
         is_block = block < last
-        page = tl.load(page_ids + block // PER_PAGE, mask=is_block, other=0).to(tl.int64)
-        row = (page * H + head) * (B * 2 * D) + (block % PER_PAGE) * WIDTH
+        row = (page.to(tl.int64) * H + head) * (B * 2 * D) + (block % PER_PAGE) * WIDTH
         # [TILE, SPAN]
         summary = tl.load(pages + row[:, None] + at[None, :], mask=is_block[:, None] & (at < WIDTH)[None, :], other=0.0)
-        # [TILE, COLUMNS]
-        score = tl.dot(summary, upper, input_precision="ieee")
-        if dtype != tl.float32:
-            score = tl.dot(summary, lower, score)
+        page = tl.load(page_ids + (block + TILE) // PER_PAGE, mask=block + TILE < last, other=0)
+        products = tl.dot(summary, weights, input_precision="ieee")
+        # [TILE, HEADS]
+        score = tl.sum(tl.reshape(products, [TILE, 2, HEADS]), axis=1)
         if REDUCTION == "softmax":
             out = raw + column[None, :] * stride + block[:, None]
             tl.store(out, score, mask=is_block[:, None] & (column < G)[None, :])
@@ -110,18 +113,16 @@ def _shares(raw, keys, n, scale, num_sinks, stride, G: tl.constexpr, HELD: tl.co
 
 
 @triton.jit
-def _at_least(key, a, b, c):
-    """Count the keys that reach each of three pivots, 21 bits apiece."""
-    key = key.to(tl.int64)
-    one = (key >= a).to(tl.int64) + ((key >= b).to(tl.int64) << 21) + ((key >= c).to(tl.int64) << 42)
-    return tl.sum(one, axis=0)
+def _at_least(key, a, b):
+    """Count the keys that reach each of two pivots, 16 bits apiece."""
+    return tl.sum((key >= a).to(tl.int32) + ((key >= b).to(tl.int32) << 16), axis=0)
 
 
 @triton.jit
 def _bounds(key, low, high):
     """Widen [low, high] to the keys of blocks that are no sinks."""
-    low = tl.minimum(low, tl.min(tl.where(key == _LOWEST, 2147483647, key), axis=0).to(tl.int64))
-    high = tl.maximum(high, tl.max(tl.where(key < _INFINITE, key, _LOWEST), axis=0).to(tl.int64))
+    low = tl.minimum(low, tl.min(tl.where(key == _LOWEST, 2147483647, key), axis=0))
+    high = tl.maximum(high, tl.max(tl.where(key < _INFINITE, key, _LOWEST), axis=0))
     return low, high
 
 
@@ -143,17 +144,18 @@ def _write(blocks, scores, block, key, threshold, num_above, num_equal, num_want
 
 
 @triton.jit
-def _narrow(low, high, count, a, b, c, counts, num_wanted):
+def _pivots(low, high):
+    """Return two pivots that cut (low, high] in three; 64 bits, since the distance may not fit in 32."""
+    step = (high.to(tl.int64) - low + 2) // 3
+    a = low + step
+    return a.to(tl.int32), tl.minimum(a + step, high).to(tl.int32)
+
+
+@triton.jit
+def _narrow(low, high, count, a, b, count_a, count_b, num_wanted):
     """Return the interval between two pivots in which the threshold lies, and how many keys reach its lower end."""
-    count_a = counts & 0x1FFFFF
-    count_b = (counts >> 21) & 0x1FFFFF
-    count_c = counts >> 42
-    if count_c >= num_wanted:
-        low = c
-        count = count_c
-    elif count_b >= num_wanted:
+    if count_b >= num_wanted:
         low = b
-        high = c - 1
         count = count_b
     elif count_a >= num_wanted:
         low = a
@@ -165,63 +167,57 @@ def _narrow(low, high, count, a, b, c, counts, num_wanted):
 
 
 @triton.jit
-def _select_best(
-    keys, blocks, scores, n, num_sinks, K: tl.constexpr, PLACES: tl.constexpr, HELD: tl.constexpr
-):  # fmt: skip
-    """Write the best `min(K, n)` of n blocks: search the threshold among three pivots a round, then collect."""
+def _select_best(keys, blocks, scores, n, num_sinks, K: tl.constexpr, PLACES: tl.constexpr, HELD: tl.constexpr):
+    """Write the best `min(K, n)` of n blocks: search the threshold between two pivots a round, then collect."""
     num_wanted = tl.minimum(n, K)
     place = tl.arange(0, PLACES)
     tl.store(blocks + place, -1, mask=(place >= num_wanted) & (place < K))
     tl.store(scores + place, float("-inf"), mask=(place >= num_wanted) & (place < K))
     o = tl.arange(0, HELD)
-    low = tl.full([], 2147483647, tl.int64)
-    high = tl.full([], -2147483648, tl.int64)
-    count = n.to(tl.int64)
+    low = tl.full([], 2147483647, tl.int32)
+    high = tl.full([], -2147483648, tl.int32)
+    count = n
     if n <= HELD:
         key = tl.load(keys + o, mask=o < n, other=_LOWEST, cache_modifier=".cg")
         low, high = _bounds(key, low, high)
         if num_sinks >= num_wanted:
-            low = tl.full([], _INFINITE, tl.int64)
-            count = num_wanted.to(tl.int64)
+            low = tl.full([], _INFINITE, tl.int32)
+            count = num_wanted
+        # Any threshold that exactly the wanted number of keys reaches will do.
         while (low < high) & (count > num_wanted):
-            step = (high - low + 3) // 4
-            a = low + step
-            b = tl.minimum(a + step, high)
-            c = tl.minimum(b + step, high)
-            counts = _at_least(key, a, b, c)
-            low, high, count = _narrow(low, high, count, a, b, c, counts, num_wanted)
-        threshold = low.to(tl.int32)
-        total_above = tl.sum((key > threshold).to(tl.int32), axis=0)
-        _write(blocks, scores, o, key, threshold, 0, 0, num_wanted, total_above)
+            a, b = _pivots(low, high)
+            counts = _at_least(key, a, b)
+            low, high, count = _narrow(low, high, count, a, b, counts & 0xFFFF, counts >> 16, num_wanted)
+        total_above = tl.sum((key > low).to(tl.int32), axis=0)
+        _write(blocks, scores, o, key, low, 0, 0, num_wanted, total_above)
     else:
         for start in range(0, n, HELD):
             key = tl.load(keys + start + o, mask=start + o < n, other=_LOWEST)
             low, high = _bounds(key, low, high)
         if num_sinks >= num_wanted:
-            low = tl.full([], _INFINITE, tl.int64)
-            count = num_wanted.to(tl.int64)
+            low = tl.full([], _INFINITE, tl.int32)
+            count = num_wanted
         while (low < high) & (count > num_wanted):
-            step = (high - low + 3) // 4
-            a = low + step
-            b = tl.minimum(a + step, high)
-            c = tl.minimum(b + step, high)
-            counts = tl.zeros([], tl.int64)
+            a, b = _pivots(low, high)
+            count_a = tl.zeros([], tl.int32)
+            count_b = tl.zeros([], tl.int32)
             for start in range(0, n, HELD):
                 key = tl.load(keys + start + o, mask=start + o < n, other=_LOWEST)
-                counts += _at_least(key, a, b, c)
-            low, high, count = _narrow(low, high, count, a, b, c, counts, num_wanted)
-        threshold = low.to(tl.int32)
+                counts = _at_least(key, a, b)
+                count_a += counts & 0xFFFF
+                count_b += counts >> 16
+            low, high, count = _narrow(low, high, count, a, b, count_a, count_b, num_wanted)
         total_above = tl.zeros([], tl.int32)
         for start in range(0, n, HELD):
             key = tl.load(keys + start + o, mask=start + o < n, other=_LOWEST)
-            total_above += tl.sum((key > threshold).to(tl.int32), axis=0)
+            total_above += tl.sum((key > low).to(tl.int32), axis=0)
         num_above = tl.zeros([], tl.int32)
         num_equal = tl.zeros([], tl.int32)
         for start in range(0, n, HELD):
             key = tl.load(keys + start + o, mask=start + o < n, other=_LOWEST)
-            _write(blocks, scores, start + o, key, threshold, num_above, num_equal, num_wanted, total_above)
-            num_above += tl.sum((key > threshold).to(tl.int32), axis=0)
-            num_equal += tl.sum(((key == threshold) & (key != _LOWEST)).to(tl.int32), axis=0)
+            _write(blocks, scores, start + o, key, low, num_above, num_equal, num_wanted, total_above)
+            num_above += tl.sum((key > low).to(tl.int32), axis=0)
+            num_equal += tl.sum(((key == low) & (key != _LOWEST)).to(tl.int32), axis=0)
 
 
 @triton.jit
@@ -229,7 +225,7 @@ def _predict(
     query, rows, pages, page_ids, page_stride, blocks, scores, arrivals, keys, alpha, scale, num_sinks, stride,
     H: tl.constexpr, G: tl.constexpr, B: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, SPAN: tl.constexpr,
     PER_PAGE: tl.constexpr, MID: tl.constexpr, COLUMNS: tl.constexpr, REDUCTION: tl.constexpr, K: tl.constexpr,
-    PLACES: tl.constexpr, TILE: tl.constexpr, HELD: tl.constexpr, STAGES: tl.constexpr,
+    PLACES: tl.constexpr, TILE: tl.constexpr, HELD: tl.constexpr,
     ROW: tl.constexpr, REQUEST: tl.constexpr, NUM_COMPLETE: tl.constexpr,
 ):  # fmt: skip
     share = tl.program_id(0)
@@ -248,7 +244,7 @@ def _predict(
             _scan(
                 query + (request * H + head) * (G * D), pages, page_ids + request * page_stride, key_row, raw, first,
                 tl.minimum(first + length, n), alpha, num_sinks, stride, head,
-                H, G, B, D, WIDTH, SPAN, PER_PAGE, MID, COLUMNS, REDUCTION, TILE, STAGES,
+                H, G, B, D, WIDTH, SPAN, PER_PAGE, MID, COLUMNS, REDUCTION, TILE,
             )  # fmt: skip
         # The program's scores are written before it counts as arrived.
         tl.debug_barrier()
@@ -317,15 +313,15 @@ def predict(
         SPAN=max(16, triton.next_power_of_2(layout.width)),
         PER_PAGE=layout.rows_per_page,
         MID=layout.kind == "mid",
-        COLUMNS=max(16, triton.next_power_of_2(group)),
+        COLUMNS=max(16, 2 * triton.next_power_of_2(group)),
         REDUCTION=reduction,
         K=budget,
         PLACES=triton.next_power_of_2(budget),
         TILE=tile,
         HELD=min(held, triton.next_power_of_2(max_blocks)),
-        STAGES=num_stages,
         ROW=len(Row),
         REQUEST=Row.REQUEST,
         NUM_COMPLETE=Row.NUM_COMPLETE,
         num_warps=num_warps,
+        num_stages=num_stages,
     )

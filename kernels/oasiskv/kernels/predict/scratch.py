@@ -6,8 +6,8 @@ import torch
 
 from oasiskv.core.errors import UnsupportedError
 
-_MAX_STREAMS = 16
-_MAX_PAIRS = 1 << 16
+_MAX_STREAMS = 128
+_MAX_PAIRS = 1 << 14
 """Most (row, KV head) pairs of one call."""
 
 

@@ -6,7 +6,10 @@ import triton.language as tl
 
 from oasiskv.kernels.rows import FRESH, Counter, Row
 
-_WARPS = 4
+_TILE = 32
+"""Blocks compared with a whole working set at once."""
+_WARPS = 1
+"""More warps finish a program no sooner: its steps depend on one another, and barriers between warps cost more."""
 
 
 @triton.jit
@@ -57,14 +60,19 @@ def _select(
         limit = tl.minimum(tl.load(cap + request), C)
 
         is_wanted = wanted >= 0
-        is_hit = tl.zeros([SLOTS], tl.int32)
-        is_kept = tl.zeros([SLOTS], tl.int32)
-        for start in tl.static_range(0, SLOTS, TILE):
-            part = start + tl.arange(0, TILE)
-            other = tl.load(resident + (request * H + head) * K + part, mask=part < K, other=-1)
-            is_hit |= tl.max((wanted[:, None] == other[None, :]).to(tl.int32), axis=1)
-            other = tl.load(blocks + pair.to(tl.int64) * K + part, mask=part < K, other=-1)
-            is_kept |= tl.max(((other[:, None] == held[None, :]) & (other >= 0)[:, None]).to(tl.int32), axis=0)
+        if TILE == SLOTS:
+            same = ((wanted[:, None] == held[None, :]) & is_wanted[:, None]).to(tl.int32)
+            is_hit = tl.max(same, axis=1)
+            is_kept = tl.max(same, axis=0)
+        else:
+            is_hit = tl.zeros([SLOTS], tl.int32)
+            is_kept = tl.zeros([SLOTS], tl.int32)
+            for start in range(0, SLOTS, TILE):
+                part = start + tl.arange(0, TILE)
+                other = tl.load(resident + (request * H + head) * K + part, mask=part < K, other=-1)
+                is_hit |= tl.max((wanted[:, None] == other[None, :]).to(tl.int32), axis=1)
+                other = tl.load(blocks + pair.to(tl.int64) * K + part, mask=part < K, other=-1)
+                is_kept |= tl.max(((other[:, None] == held[None, :]) & (other >= 0)[:, None]).to(tl.int32), axis=0)
         is_hit = tl.where(is_wanted, is_hit, 0)
         counts = tl.sum(is_wanted.to(tl.int32) + (is_hit << 16), axis=0)
         num_predicted = counts & 0xFFFF
@@ -72,26 +80,24 @@ def _select(
         num_admitted = tl.maximum(tl.minimum(limit, num_predicted - num_hit), 0)
         last = tl.where(is_kept != 0, now, last)
 
-        # Best score first, ties to the lower block: one number that orders both. + 0.0 makes -0.0 and 0.0 equal.
+        # An integer that orders as the score does; -0.0 counts as 0.0.
         bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
         bits ^= (bits >> 31) & 0x7FFFFFFF
-        LOWEST: tl.constexpr = -9223372036854775808
-        key = (bits.to(tl.int64) << 32) | (0x7FFFFFFF - wanted).to(tl.int64)
-        key = tl.where(is_wanted & (is_hit == 0), key, LOWEST)
-        # Least recently selected first, ties to the lower slot.
+        LOWEST: tl.constexpr = -2147483648
         HIGHEST: tl.constexpr = 2147483647
+        key = tl.where(is_wanted & (is_hit == 0), bits, LOWEST)
         age = tl.where((is_kept == 0) & (slot < K), last >> 1, HIGHEST)
         is_wasted = tl.zeros([SLOTS], tl.int32)
+        # A 32-bit minimum or maximum is one instruction for a warp: ties take a second one, not a wider number.
         for i in range(num_admitted):
-            best = tl.max(key, axis=0)
-            victim = tl.argmin(age, axis=0, tie_break_left=True)
-            block = (0x7FFFFFFF - (best & 0x7FFFFFFF)).to(tl.int32)
+            block = tl.min(tl.where(key == tl.max(key, axis=0), wanted, HIGHEST), axis=0)
+            victim = tl.min(tl.where(age == tl.min(age, axis=0), slot, HIGHEST), axis=0)
             is_victim = slot == victim
             is_wasted += tl.where(is_victim, last & FRESH, 0)
             held = tl.where(is_victim, block, held)
             last = tl.where(is_victim, now + FRESH, last)
             age = tl.where(is_victim, HIGHEST, age)
-            key = tl.where(key == best, LOWEST, key)
+            key = tl.where(wanted == block, LOWEST, key)
             block_out = tl.where(entry == i, block, block_out)
             slot_out = tl.where(entry == i, victim, slot_out)
         # The tiles above read what is written here.
@@ -121,6 +127,7 @@ def select(
     plan: torch.Tensor,
     counters: torch.Tensor,
     *,
+    tile: int = _TILE,
     num_warps: int = _WARPS,
 ) -> None:
     """Launch it on the current stream; see `op.select`."""
@@ -141,7 +148,7 @@ def select(
         H=num_kv_heads,
         K=budget,
         SLOTS=slots,
-        TILE=min(slots, max(1, 16384 // slots)),
+        TILE=min(slots, tile),
         C=max_cap,
         ENTRIES=triton.next_power_of_2(max_cap),
         FRESH=FRESH,

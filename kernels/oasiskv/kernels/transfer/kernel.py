@@ -112,6 +112,25 @@ def _transfer(
 
 
 @triton.jit
+def _transfer_ring(
+    units, kv_cache, plan, rows, host_table, host_stride, slot_ids, slot_stride, layer, num_layers, num_pairs,
+    num_entries,
+    H: tl.constexpr, C: tl.constexpr, WORDS: tl.constexpr, SPAN: tl.constexpr, BATCH: tl.constexpr,
+    PROGRAMS: tl.constexpr, COLUMNS: tl.constexpr, REQUEST: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    word = tl.arange(0, SPAN)[None, :]
+    for batch in tl.range(tl.program_id(0), tl.cdiv(num_entries, BATCH), PROGRAMS, num_stages=STAGES):
+        is_planned, source, target = _find(
+            batch, plan, rows, host_table, host_stride, slot_ids, slot_stride, layer, num_layers, num_pairs,
+            num_entries, H, C, WORDS, BATCH, COLUMNS, REQUEST,
+        )  # fmt: skip
+        # [BATCH, SPAN]
+        mask = is_planned[:, None] & (word < WORDS)
+        content = tl.load(units + source[:, None] + word, mask=mask)
+        tl.store(kv_cache + target[:, None] + word, content, mask=mask)
+
+
+@triton.jit
 def _store(
     kv_cache,
     block_ids,
@@ -157,6 +176,7 @@ def transfer(
     num_programs: int = TRANSFER_PROGRAMS,
     batch_bytes: int = TRANSFER_BYTES,
     num_warps: int = _WARPS,
+    num_stages: int = 0,
 ) -> None:
     """Launch it on the current stream; see `op.transfer`."""
     num_rows, num_kv_heads, max_cap, _ = plan.shape
@@ -167,7 +187,8 @@ def transfer(
     span = triton.next_power_of_2(words)
     batch = max(1, batch_bytes // (8 * span))
     programs = min(num_programs, triton.cdiv(num_entries, batch))
-    _transfer[(programs,)](
+    kernel, ring = (_transfer_ring, {"STAGES": num_stages}) if num_stages else (_transfer, {})
+    kernel[(programs,)](
         units.view(torch.int64),
         kv_cache.view(torch.int64),
         plan,
@@ -189,6 +210,7 @@ def transfer(
         COLUMNS=len(Row),
         REQUEST=Row.REQUEST,
         num_warps=num_warps,
+        **ring,
     )
 
 

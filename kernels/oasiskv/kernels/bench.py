@@ -1,0 +1,388 @@
+"""A decode step of every operation on one GPU, alone and beside attention and matrix products, in CUDA graphs."""
+
+import itertools
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from oasiskv.kernels.complete import kernel as complete_kernel
+from oasiskv.kernels.predict import kernel as predict_kernel
+from oasiskv.kernels.rows import Counter, SummaryLayout, stamp_of
+from oasiskv.kernels.select import kernel as select_kernel
+from oasiskv.kernels.summarize import kernel as summarize_kernel
+from oasiskv.kernels.transfer import kernel as transfer_kernel
+
+Action = Callable[[int], None]
+"""Does one thing for one layer, on the current stream."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """Sizes of the model whose step is imitated; the defaults are Qwen3-8B's."""
+
+    num_layers: int = 36
+    num_kv_heads: int = 8
+    group: int = 4
+    head_dim: int = 128
+    block_size: int = 16
+    budget: int = 128
+    max_cap: int = 6
+    hidden: int = 4096
+    intermediate: int = 12288
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes of one (layer, block, KV head), in 16-bit numbers."""
+        return self.block_size * 2 * self.head_dim * 2
+
+
+class Step:
+    """The tensors of one batch in every layer, and what a decode step does with them.
+
+    Args:
+        model: Sizes.
+        memory: The layers' KV caches and the host pool, shared by the batches that are measured.
+        num_rows: Requests in the batch.
+        num_blocks: Complete blocks of each request.
+        kind: Kind of summaries.
+    """
+
+    def __init__(
+        self, model: Model, memory: "Memory", num_rows: int, num_blocks: int, kind: Literal["minmax", "mid"]
+    ) -> None:
+        self.model, self.memory, self.num_rows, self.num_blocks = model, memory, num_rows, num_blocks
+        self.layout = SummaryLayout(kind=kind, block_size=model.block_size, head_dim=model.head_dim)
+        device, heads, budget = memory.device, model.num_kv_heads, model.budget
+        num_pages = self.layout.num_pages(num_blocks)
+        places = torch.randperm(len(memory.kv_caches[0]), device=device)[: num_rows * (budget + num_pages)].int()
+        self.slot_ids = places[: num_rows * budget].view(num_rows, budget).contiguous()
+        self.page_ids = places[num_rows * budget :].view(num_rows, num_pages).contiguous()
+        self.host_table = torch.randint(
+            len(memory.units), (num_rows, num_blocks), device=device, dtype=torch.int32
+        )  # fmt: skip
+        self.rows = torch.tensor([[i, num_blocks, 5, -1] for i in range(num_rows)], dtype=torch.int32, device=device)
+        self.cap = torch.full((num_rows,), model.max_cap, dtype=torch.int32, device=device)
+        self.queries = [
+            torch.randn(num_rows, heads * model.group, model.head_dim, device=device, dtype=torch.bfloat16)
+            for _ in range(model.num_layers)
+        ]
+        self.blocks = torch.empty(num_rows, heads, budget, dtype=torch.int32, device=device)
+        self.scores = torch.empty(num_rows, heads, budget, dtype=torch.float32, device=device)
+        self.plan = torch.empty(num_rows, heads, model.max_cap, 2, dtype=torch.int32, device=device)
+        self.counters = torch.zeros(heads, len(Counter), dtype=torch.int64, device=device)
+        state = (model.num_layers, num_rows, heads, budget)
+        drawn = torch.rand(*state[:3], num_blocks, device=device)
+        self.resident_at_first = drawn.argsort(-1)[..., :budget].int().contiguous()
+        self.resident = self.resident_at_first.clone()
+        self.stamp = torch.full(state, stamp_of(4), dtype=torch.int32, device=device)
+        block = torch.randint(num_blocks, (model.num_layers, num_rows, heads, model.max_cap), device=device)
+        slot = torch.rand(*state, device=device).argsort(-1)[..., : model.max_cap]
+        self.full_plans = torch.stack([block, slot], -1).int()
+
+    def reset(self) -> None:
+        """Put residency back, so that a repeated step has as much to fetch again."""
+        self.resident.copy_(self.resident_at_first)
+        self.stamp.fill_(stamp_of(4))
+
+    def predict(self, layer: int, **options: Any) -> None:
+        """Score all blocks and find the best."""
+        predict_kernel.predict(
+            self.queries[layer],
+            self.rows,
+            self.memory.kv_caches[layer],
+            self.page_ids,
+            self.blocks,
+            self.scores,
+            self.layout,
+            0.0 if self.layout.kind == "mid" else 0.25,
+            "max",
+            self.model.head_dim**-0.5,
+            1,
+            **options,
+        )
+
+    def select(self, layer: int, **options: Any) -> None:
+        """Plan the admissions."""
+        select_kernel.select(
+            self.blocks,
+            self.scores,
+            self.rows,
+            self.cap,
+            self.resident[layer],
+            self.stamp[layer],
+            self.plan,
+            self.counters,
+            **options,
+        )
+
+    def transfer(self, layer: int, **options: Any) -> None:
+        """Fetch a full plan of random blocks."""
+        transfer_kernel.transfer(
+            self.memory.units,
+            layer % self.memory.units.shape[1],
+            self.memory.kv_caches[layer],
+            self.full_plans[layer],
+            self.rows,
+            self.host_table,
+            self.slot_ids,
+            **options,
+        )
+
+    def store(self, layer: int, **options: Any) -> None:
+        """Write as many bytes through as a transfer fetches, in whole blocks."""
+        count = max(1, self.num_rows * self.model.max_cap)
+        transfer_kernel.store(
+            self.memory.kv_caches[layer],
+            self.slot_ids.flatten()[:count],
+            self.memory.units,
+            layer % self.memory.units.shape[1],
+            self.host_table.flatten()[:count],
+            **options,
+        )
+
+    def complete(self, layer: int, rows: torch.Tensor) -> None:
+        """Take in the blocks that `rows` says are finished."""
+        complete_kernel.complete(
+            self.memory.kv_caches[layer],
+            self.memory.units,
+            layer % self.memory.units.shape[1],
+            rows,
+            self.resident[layer],
+            self.stamp[layer],
+            self.slot_ids,
+            self.page_ids,
+            self.host_table,
+            self.counters,
+            self.layout,
+            1,
+        )
+
+    def finished(self, every: int) -> torch.Tensor:
+        """Rows of which each `every`-th has just finished a block."""
+        rows = self.rows.clone()
+        rows[::every, 3] = self.slot_ids[::every, 0]
+        return rows
+
+    def summarize(self, layer: int) -> None:
+        """Summarize one request's prompt."""
+        cache = self.memory.kv_caches[layer]
+        ids = self.memory.any_ids[: self.num_blocks]
+        summarize_kernel.summarize(cache, ids, cache, self.page_ids[0], 0, self.layout)
+
+    @property
+    def predict_bytes(self) -> int:
+        """Summary bytes that predict reads in all layers."""
+        model = self.model
+        return model.num_layers * self.num_rows * model.num_kv_heads * self.num_blocks * self.layout.width * 2
+
+    @property
+    def transfer_bytes(self) -> int:
+        """Bytes that a full plan fetches in all layers."""
+        model = self.model
+        return model.num_layers * self.num_rows * model.num_kv_heads * model.max_cap * model.unit_bytes
+
+
+class Memory:
+    """KV caches and host pool, filled with random numbers: zeros would run faster than real data.
+
+    Args:
+        model: Sizes.
+        num_blocks: Engine blocks of each layer.
+        num_host_blocks: Host blocks.
+        device: Where the caches lie.
+    """
+
+    def __init__(self, model: Model, num_blocks: int, num_host_blocks: int, device: torch.device) -> None:
+        self.device = device
+        unit = (model.num_kv_heads, model.block_size, 2 * model.head_dim)
+        self.kv_caches = [
+            torch.randn(num_blocks, *unit, device=device, dtype=torch.bfloat16) for _ in range(model.num_layers)
+        ]
+        # A few layers of the pool stand for all: the link does not care, and pinning takes time.
+        self.units = torch.empty(
+            num_host_blocks, 4, *unit, dtype=torch.bfloat16, pin_memory=device.type == "cuda"
+        )  # fmt: skip
+        self.units.copy_(self.kv_caches[0][0])
+        self.any_ids = torch.randperm(num_blocks, device=device).int()
+
+
+class Foreground:
+    """The matrix products and the attention of a decode step with two tokens a row, in 16-bit numbers.
+
+    Args:
+        model: Sizes.
+        num_rows: Requests in the batch.
+        device: Where.
+    """
+
+    def __init__(self, model: Model, num_rows: int, device: torch.device) -> None:
+        self.model, self.num_rows = model, num_rows
+        width = model.num_kv_heads * model.head_dim
+        self._sizes = (model.group * width, width, width)
+
+        def weights(rows: int, columns: int) -> list[torch.Tensor]:
+            shape = (model.num_layers, rows, columns)
+            return list((torch.randn(shape, device=device, dtype=torch.bfloat16) * 0.01).unbind())
+
+        self._qkv = weights(sum(self._sizes), model.hidden)
+        self._out = weights(model.hidden, model.group * width)
+        self._up = weights(2 * model.intermediate, model.hidden)
+        self._down = weights(model.hidden, model.intermediate)
+        tokens = (model.budget + 1) * model.block_size
+        shape = (num_rows, model.num_kv_heads, tokens, model.head_dim)
+        self._keys = [torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(model.num_layers)]
+        self._values = [torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(model.num_layers)]
+        self.hidden = torch.randn(2 * num_rows, model.hidden, device=device, dtype=torch.bfloat16)
+
+    def layer(self, layer: int) -> None:
+        """Run one layer in place."""
+        model, x = self.model, self.hidden
+        q = (x @ self._qkv[layer].T)[:, : self._sizes[0]]
+        # The query heads of a group as rows of one product, as attention kernels for decoding do.
+        q = q.view(self.num_rows, 2, model.num_kv_heads, model.group, model.head_dim).permute(0, 2, 1, 3, 4)
+        q = q.reshape(self.num_rows, model.num_kv_heads, 2 * model.group, model.head_dim)
+        seen = torch.nn.functional.scaled_dot_product_attention(q, self._keys[layer], self._values[layer])
+        x = x + seen.reshape(2 * self.num_rows, -1) @ self._out[layer].T
+        gate, up = (x @ self._up[layer].T).chunk(2, -1)
+        self.hidden.copy_(x + (torch.nn.functional.silu(gate) * up) @ self._down[layer].T).clamp_(-8, 8)
+
+
+def capture(action: Callable[[], None], stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
+    """Capture work into a graph after a warm-up that compiles its kernels."""
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        action()
+        action()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        action()
+    return graph
+
+
+def milliseconds(
+    graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, before: Callable[[], None] | None = None, repeats: int = 12
+) -> float:
+    """Return the median time of a replay; `before` runs untimed ahead of each."""
+    times = []
+    with torch.cuda.stream(stream):
+        for i in range(repeats + 3):
+            if before is not None:
+                before()
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            if i >= 3:
+                times.append(start.elapsed_time(end))
+    return statistics.median(times)
+
+
+def measure(
+    actions: Sequence[Action], num_layers: int, before: Callable[[], None] | None = None, repeats: int = 12
+) -> float:
+    """Return the milliseconds that actions take in all layers, one after the other, in one graph."""
+
+    def all_layers() -> None:
+        for layer in range(num_layers):
+            for action in actions:
+                action(layer)
+
+    stream = torch.cuda.Stream()
+    return milliseconds(capture(all_layers, stream), stream, before, repeats)
+
+
+def measure_together(
+    foreground: Foreground,
+    compute: Sequence[Action],
+    copies: Sequence[Action],
+    before: Callable[[], None] | None = None,
+) -> float:
+    """Return the milliseconds of a step: each layer of the foreground starts its background on two other streams.
+
+    `compute` comes before `copies` within a layer, each on a stream of its own; the step ends when all have ended.
+    """
+    main, side, link = torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.Stream(priority=-1)
+
+    def step() -> None:
+        for layer in range(foreground.model.num_layers):
+            foreground.layer(layer)
+            if compute:
+                side.wait_stream(main)
+                with torch.cuda.stream(side):
+                    for action in compute:
+                        action(layer)
+            if copies:
+                link.wait_stream(side if compute else main)
+                with torch.cuda.stream(link):
+                    for action in copies:
+                        action(layer)
+        for stream in (side, link) if compute and copies else (side,) if compute else (link,) if copies else ():
+            main.wait_stream(stream)
+
+    return milliseconds(capture(step, main), main, before)
+
+
+def measure_beside(
+    foreground: torch.cuda.CUDAGraph, background: Sequence[Action], num_layers: int
+) -> tuple[float, float]:
+    """Return the milliseconds of a foreground step beside a background that never pauses, and of a background step."""
+    main, side = torch.cuda.Stream(), torch.cuda.Stream(priority=-1)
+
+    def all_layers() -> None:
+        for layer in range(num_layers):
+            for action in background:
+                action(layer)
+
+    graph = capture(all_layers, side)
+    alone = milliseconds(graph, side, repeats=4)
+    own = milliseconds(foreground, main, repeats=4)
+    torch.cuda.synchronize()
+    steps = 8
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+    turns = [torch.cuda.Event(enable_timing=True) for _ in range(int(2.5 * steps * own / alone) + 3)]
+    with torch.cuda.stream(side):
+        for turn in turns:
+            turn.record()
+            graph.replay()
+    with torch.cuda.stream(main):
+        for mark in marks[:-1]:
+            mark.record()
+            foreground.replay()
+        marks[-1].record()
+    torch.cuda.synchronize()
+    times = [a.elapsed_time(b) for a, b in itertools.pairwise(marks[1:])]
+    during = [a.elapsed_time(b) for a, b in itertools.pairwise(turns[1:])][: max(1, len(turns) // 3)]
+    return statistics.median(times), statistics.median(during)
+
+
+def ceilings(memory: Memory) -> dict[str, float]:
+    """Return what the memory and the link give to plain copies, in GB/s."""
+    big, other = (torch.randn(2**31, device=memory.device, dtype=torch.bfloat16) for _ in range(2))
+    host = torch.empty(2**29, dtype=torch.bfloat16, pin_memory=True)
+    part = big[: 2**29]
+    size, link = big.numel() * 2, host.numel() * 2
+
+    def rate(action: Callable[[], object], num_bytes: int) -> float:
+        stream = torch.cuda.Stream()
+        times = []
+        with torch.cuda.stream(stream):
+            for _ in range(6):
+                start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                start.record()
+                action()
+                end.record()
+                end.synchronize()
+                times.append(start.elapsed_time(end))
+        return num_bytes / statistics.median(times[1:]) / 1e6
+
+    found = {
+        "hbm_copy_gbps": rate(lambda: other.copy_(big), 2 * size),
+        "host_to_device_gbps": rate(lambda: part.copy_(host, non_blocking=True), link),
+        "device_to_host_gbps": rate(lambda: host.copy_(part, non_blocking=True), link),
+    }
+    return found
