@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +14,17 @@ from oasiskv.kernels import bench
 
 PREDICT = [
     {"tile": tile, "num_stages": stages, "num_warps": warps}
-    for tile, stages, warps in [(64, 2, 4), (64, 3, 4), (64, 4, 4), (128, 2, 4), (128, 2, 8), (128, 3, 8), (128, 4, 8)]
+    for tile, stages, warps in [(64, 2, 4), (64, 3, 4), (64, 4, 4), (128, 2, 8), (128, 3, 8), (128, 2, 4)]
 ]
-SHARES = [768, 1600, 3200]
-SELECT = [{"num_warps": warps} for warps in (1, 2, 4, 8)]
-# Programs, bytes a batch, warps, stages; 0 stages keep two batches in registers.
+SHARES = [400, 800, 1600]
+SELECT = [
+    {"num_warps": warps, "tile": tile} for warps, tile in [(1, 16), (1, 32), (1, 128), (2, 32), (2, 128), (4, 128)]
+]
 TRANSFER = [
-    {"num_programs": programs, "batch_bytes": kib << 10, "num_warps": warps, "num_stages": stages}
-    for programs, kib, warps, stages in [
-        (8, 32, 8, 0), (4, 32, 8, 0), (4, 64, 16, 0), (2, 64, 16, 0), (16, 32, 8, 0), (16, 16, 4, 0),
-        (1, 8, 4, 24), (2, 8, 4, 12), (2, 8, 4, 20), (4, 8, 4, 6), (4, 8, 4, 10), (4, 8, 4, 16), (8, 8, 4, 4),
-        (8, 8, 4, 8), (4, 16, 4, 6), (4, 16, 8, 8), (2, 16, 8, 12), (8, 16, 8, 4), (16, 8, 4, 4), (4, 32, 8, 4),
+    {"num_programs": programs, "depth": depth, "num_warps": warps}
+    for programs, depth, warps in [
+        (1, 16, 4), (1, 24, 4), (1, 24, 8), (2, 8, 4), (2, 12, 4), (2, 16, 4), (2, 24, 4), (2, 24, 8), (2, 16, 2),
+        (3, 12, 4), (4, 6, 4), (4, 8, 4), (4, 16, 4), (4, 8, 2), (4, 8, 1), (8, 4, 4), (8, 8, 4),
     ]
 ]  # fmt: skip
 STORE = [
@@ -43,17 +44,17 @@ def compile_all(part: int, parts: int) -> None:
     steps = {kind: bench.Step(model, memory, 4, 1024, kind) for kind in ("minmax", "mid")}
     jobs: list[Any] = []
     for step in steps.values():
-        jobs += [lambda s=step, o=options: s.predict(0, **o) for options in PREDICT]
+        jobs += [partial(step.predict, 0, **options) for options in PREDICT]
     step = steps["minmax"]
-    jobs += [lambda o=options: step.transfer(0, **o) for options in TRANSFER]
-    jobs += [lambda o=options: step.select(0, **o) for options in SELECT]
-    jobs += [lambda o=options: step.store(0, **o) for options in STORE]
+    jobs += [partial(step.transfer, 0, **options) for options in TRANSFER]
+    jobs += [partial(step.select, 0, **options) for options in SELECT]
+    jobs += [partial(step.store, 0, **options) for options in STORE]
     for job in jobs[part::parts]:
         job()
     torch.cuda.synchronize()
 
 
-def sweep(num_rows: int, until: float) -> None:
+def sweep(batches: list[int], until: float) -> None:
     model, device = bench.Model(), torch.device("cuda")
     memory = bench.Memory(model, 19000, 8192, device)
     say("ceilings", bench.ceilings(memory))
@@ -62,51 +63,66 @@ def sweep(num_rows: int, until: float) -> None:
         for options in PREDICT:
             for programs in SHARES:
                 with_programs = options | {"num_programs": programs}
-                ms = bench.measure([lambda l, s=step, o=with_programs: s.predict(l, **o)], 36, repeats=6)
+                ms = bench.measure([partial(step.predict, **with_programs)], 36, repeats=6)
                 say(f"predict-{kind}-96", with_programs, ms=ms, gbps=step.predict_bytes / ms / 1e6)
         for rows in (1, 16, 40):
             small = bench.Step(model, memory, rows, 1024, kind)
             for programs in SHARES:
-                ms = bench.measure([lambda l, s=small, p=programs: s.predict(l, num_programs=p)], 36, repeats=6)
+                ms = bench.measure([partial(small.predict, num_programs=programs)], 36, repeats=6)
                 say(f"predict-{kind}-{rows}", {"num_programs": programs}, ms=ms, gbps=small.predict_bytes / ms / 1e6)
     step = bench.Step(model, memory, 96, 1024, "minmax")
     step.predict(0)
     for options in SELECT:
-        ms = bench.measure([lambda l, o=options: step.select(l, **o)], 36, step.reset, repeats=6)
+        ms = bench.measure([partial(step.select, **options)], 36, step.reset, repeats=6)
         say("select-96", options, ms=ms)
     for options in STORE:
-        ms = bench.measure([lambda l, o=options: step.store(l, **o)], 36, repeats=3)
+        ms = bench.measure([partial(step.store, **options)], 36, repeats=3)
         say("store-96", options, ms=ms, gbps=step.transfer_bytes / ms / 1e6)
-    foreground = bench.Foreground(model, num_rows, device)
-    step = bench.Step(model, memory, num_rows, 1024, "minmax")
-    stream = torch.cuda.Stream()
+    for every in (1, 16):
+        rows = step.finished(every)
+        ms = bench.measure([partial(step.complete, rows=rows)], 36, step.reset, repeats=4)
+        say("complete-96", {"every": every}, ms=ms)
+    ms = bench.measure([step.summarize], 36, repeats=4)
+    say("summarize-1024", {}, ms=ms, gbps=36 * 1024 * model.num_kv_heads * model.unit_bytes / 2 / ms / 1e6)
+    for num_rows in batches:
+        foreground = bench.Foreground(model, num_rows, device)
+        step = bench.Step(model, memory, num_rows, 1024, "minmax")
+        stream = torch.cuda.Stream()
 
-    def all_layers() -> None:
-        for layer in range(model.num_layers):
-            foreground.layer(layer)
+        def all_layers(foreground: bench.Foreground = foreground) -> None:
+            for layer in range(model.num_layers):
+                foreground.layer(layer)
 
-    graph = bench.capture(all_layers, stream)
-    alone = bench.milliseconds(graph, stream)
-    say(f"foreground-{num_rows}", {}, ms=alone)
-    predict_and_select = bench.measure_together(foreground, [step.predict, step.select], [], step.reset)
-    say(f"foreground-{num_rows}+predict+select", {}, ms=predict_and_select, bytes_ms=step.predict_bytes / 4.3e9)
-    for options in TRANSFER:
-        if time.monotonic() > until:
-            print("out of time", flush=True)
-            break
-        action = lambda l, o=options: step.transfer(l, **o)  # noqa: E731
-        ms = bench.measure([action], 36, repeats=5)
-        beside, own = bench.measure_beside(graph, [action], 36)
-        together = bench.measure_together(foreground, [], [action])
-        everything = bench.measure_together(foreground, [step.predict, step.select], [action], step.reset)
-        say(f"transfer-{num_rows}", options, ms=ms, gbps=step.transfer_bytes / ms / 1e6, slowdown=beside / alone - 1,
-            beside_gbps=step.transfer_bytes / own / 1e6, together=together, everything=everything)  # fmt: skip
+        graph = bench.capture(all_layers, stream)
+        alone = bench.milliseconds(graph, stream)
+        say(f"foreground-{num_rows}", {}, ms=alone)
+        predict_and_select = bench.measure_together(foreground, [step.predict, step.select], [], step.reset)
+        say(f"foreground-{num_rows}+predict+select", {}, ms=predict_and_select, bytes_ms=step.predict_bytes / 4.3e9)
+        for options in TRANSFER:
+            if time.monotonic() > until:
+                print("out of time", flush=True)
+                return
+            action = partial(step.transfer, **options)
+            ms = bench.measure([action], 36, repeats=4)
+            beside, own = bench.measure_beside(graph, [action], 36)
+            together = bench.measure_together(foreground, [], [action])
+            everything = bench.measure_together(foreground, [step.predict, step.select], [action], step.reset)
+            found = {
+                "ms": ms,
+                "gbps": step.transfer_bytes / ms / 1e6,
+                "slowdown": beside / alone - 1,
+                "beside_gbps": step.transfer_bytes / own / 1e6,
+                "together": together,
+                "everything": everything,
+            }
+            say(f"transfer-{num_rows}", options, **found)
+        del foreground, graph
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--compile", nargs=2, type=int, metavar=("PART", "PARTS"), help="only fill Triton's cache")
-    parser.add_argument("--rows", type=int, default=40)
+    parser.add_argument("--rows", type=int, nargs="+", default=[40, 96])
     parser.add_argument("--seconds", type=float, default=600.0)
     args = parser.parse_args()
     if args.compile:

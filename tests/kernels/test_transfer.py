@@ -76,14 +76,21 @@ def test_every_planned_unit_arrives_and_nothing_else_is_written(
     assert torch.equal(arguments["kv_cache"].cpu(), wanted)
 
 
-@pytest.mark.parametrize("num_programs", [1, 2, 5])
-@pytest.mark.parametrize("batch_units", [1, 2, 4])
-@pytest.mark.parametrize("num_stages", [0, 4, 8])
-def test_programs_share_many_batches(device: str, num_programs: int, batch_units: int, num_stages: int) -> None:
+@pytest.mark.parametrize("num_programs", [1, 2, 5, 999])
+@pytest.mark.parametrize("depth", [2, 4, 8])
+def test_programs_share_a_plan_with_gaps(device: str, num_programs: int, depth: int) -> None:
     shape = Shape(num_kv_heads=2, budget=6, device=device)
     arguments = a_plan(shape, [5, 2, None, 5, 0, 1, 5], seed=1, max_cap=5)
     wanted = oracle(arguments)
-    run("kernel", arguments, num_programs=num_programs, batch_bytes=batch_units * 16 * 128 * 4, num_stages=num_stages)
+    run("kernel", arguments, num_programs=num_programs, depth=depth)
+    assert torch.equal(arguments["kv_cache"].cpu(), wanted)
+
+
+def test_a_plan_larger_than_one_lookup(implementation: str, device: str) -> None:
+    shape = Shape(num_kv_heads=4, budget=40, device=device)
+    arguments = a_plan(shape, [3, 6, 0, None, 6, 6, 1] * 8, seed=5, max_cap=6)
+    wanted = oracle(arguments)
+    run(implementation, arguments)
     assert torch.equal(arguments["kv_cache"].cpu(), wanted)
 
 

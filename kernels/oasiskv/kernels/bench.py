@@ -4,6 +4,7 @@ import itertools
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -250,6 +251,14 @@ class Foreground:
         self.hidden.copy_(x + (torch.nn.functional.silu(gate) * up) @ self._down[layer].T).clamp_(-8, 8)
 
 
+def _stream(priority: int = 0) -> torch.cuda.Stream:
+    return torch.cuda.Stream(priority=priority)  # type: ignore[no-untyped-call]
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
 def capture(action: Callable[[], None], stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
     """Capture work into a graph after a warm-up that compiles its kernels."""
     stream.wait_stream(torch.cuda.current_stream())
@@ -272,14 +281,14 @@ def milliseconds(
         for i in range(repeats + 3):
             if before is not None:
                 before()
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start, end = _event(), _event()
             start.record()
             graph.replay()
             end.record()
             end.synchronize()
             if i >= 3:
                 times.append(start.elapsed_time(end))
-    return statistics.median(times)
+    return float(statistics.median(times))
 
 
 def measure(
@@ -292,7 +301,7 @@ def measure(
             for action in actions:
                 action(layer)
 
-    stream = torch.cuda.Stream()
+    stream = _stream()
     return milliseconds(capture(all_layers, stream), stream, before, repeats)
 
 
@@ -306,7 +315,7 @@ def measure_together(
 
     `compute` comes before `copies` within a layer, each on a stream of its own; the step ends when all have ended.
     """
-    main, side, link = torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.Stream(priority=-1)
+    main, side, link = _stream(), _stream(), _stream(priority=-1)
 
     def step() -> None:
         for layer in range(foreground.model.num_layers):
@@ -331,7 +340,7 @@ def measure_beside(
     foreground: torch.cuda.CUDAGraph, background: Sequence[Action], num_layers: int
 ) -> tuple[float, float]:
     """Return the milliseconds of a foreground step beside a background that never pauses, and of a background step."""
-    main, side = torch.cuda.Stream(), torch.cuda.Stream(priority=-1)
+    main, side = _stream(), _stream(priority=-1)
 
     def all_layers() -> None:
         for layer in range(num_layers):
@@ -343,8 +352,8 @@ def measure_beside(
     own = milliseconds(foreground, main, repeats=4)
     torch.cuda.synchronize()
     steps = 8
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
-    turns = [torch.cuda.Event(enable_timing=True) for _ in range(int(2.5 * steps * own / alone) + 3)]
+    marks = [_event() for _ in range(steps + 1)]
+    turns = [_event() for _ in range(int(2.5 * steps * own / alone) + 3)]
     with torch.cuda.stream(side):
         for turn in turns:
             turn.record()
@@ -368,17 +377,17 @@ def ceilings(memory: Memory) -> dict[str, float]:
     size, link = big.numel() * 2, host.numel() * 2
 
     def rate(action: Callable[[], object], num_bytes: int) -> float:
-        stream = torch.cuda.Stream()
+        stream = _stream()
         times = []
         with torch.cuda.stream(stream):
             for _ in range(6):
-                start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                start, end = _event(), _event()
                 start.record()
                 action()
                 end.record()
                 end.synchronize()
                 times.append(start.elapsed_time(end))
-        return num_bytes / statistics.median(times[1:]) / 1e6
+        return num_bytes / float(statistics.median(times[1:])) / 1e6
 
     found = {
         "hbm_copy_gbps": rate(lambda: other.copy_(big), 2 * size),
@@ -386,3 +395,96 @@ def ceilings(memory: Memory) -> dict[str, float]:
         "device_to_host_gbps": rate(lambda: host.copy_(part, non_blocking=True), link),
     }
     return found
+
+
+SIZES: tuple[tuple[int, int, Literal["minmax", "mid"]], ...] = (
+    (1, 1024, "minmax"),
+    (16, 1024, "minmax"),
+    (40, 1024, "minmax"),
+    (96, 256, "minmax"),
+    (96, 1024, "minmax"),
+    (96, 1024, "mid"),
+    (8, 8192, "minmax"),
+    (1, 8192, "minmax"),
+)
+"""(requests, complete blocks of each, kind of summaries) to measure each operation at."""
+
+FOREGROUNDS = (1, 16, 40, 96)
+"""Requests of the batches whose whole step is measured, at 1,024 blocks each."""
+
+
+def run(emit: Callable[[dict[str, object]], None]) -> None:
+    """Measure everything on the current CUDA device.
+
+    Args:
+        emit: Takes one row of results at a time: `op`, sizes, `ms` of all layers together, `bytes`, `gbps`, and `share`
+            of the ceiling that plain copies reached in this run.
+    """
+    model, device = Model(), torch.device("cuda")
+    memory = Memory(model, 19000, 8192, device)
+    ceiling = ceilings(memory)
+    emit({"op": "ceilings", **ceiling})
+
+    def say(op: str, step: Step, ms: float, num_bytes: int, limit: str) -> None:
+        sizes = {"rows": step.num_rows, "blocks": step.num_blocks, "kind": step.layout.kind}
+        gbps = num_bytes / ms / 1e6
+        share = round(gbps / ceiling[limit], 3)
+        emit({"op": op, **sizes, "ms": round(ms, 3), "bytes": num_bytes, "gbps": round(gbps, 1), "share": share})
+
+    for rows, blocks, kind in SIZES:
+        step = Step(model, memory, rows, blocks, kind)
+        layers, unit = model.num_layers, model.unit_bytes * model.num_kv_heads
+        say("predict", step, measure([step.predict], layers), step.predict_bytes, "hbm_copy_gbps")
+        step.predict(0)
+        say("select", step, measure([step.select], layers, step.reset), 0, "hbm_copy_gbps")
+        if kind == "minmax" and blocks == 1024:
+            say("transfer", step, measure([step.transfer], layers), step.transfer_bytes, "host_to_device_gbps")
+            say("store", step, measure([step.store], layers), step.transfer_bytes, "device_to_host_gbps")
+            some = step.finished(model.block_size)
+            finished = layers * unit * len(range(0, rows, model.block_size))
+            ms = measure([partial(step.complete, rows=some)], layers, step.reset)
+            say("complete", step, ms, finished, "device_to_host_gbps")
+        if rows == 1:
+            ms = measure([step.summarize], layers)
+            say("summarize", step, ms, layers * blocks * unit // 2, "hbm_copy_gbps")
+
+    for rows in FOREGROUNDS:
+        run_beside(Step(model, memory, rows, 1024, "minmax"), ceiling, emit)
+
+
+def run_beside(step: Step, ceiling: dict[str, float], emit: Callable[[dict[str, object]], None]) -> None:
+    """Measure a batch's foreground alone and with each background operation, and the whole step.
+
+    Args:
+        step: The batch.
+        ceiling: What `ceilings` returned.
+        emit: Takes one row of results at a time: `step_ms` of a step with one round of the background in it; for the
+            copies `slowdown` of the foreground while they run without a pause, and the `gbps` they reach then.
+    """
+    foreground = Foreground(step.model, step.num_rows, step.memory.device)
+    layers, stream = step.model.num_layers, _stream()
+
+    def all_layers() -> None:
+        for layer in range(layers):
+            foreground.layer(layer)
+
+    graph = capture(all_layers, stream)
+    alone = milliseconds(graph, stream)
+    sizes = {"rows": step.num_rows, "blocks": step.num_blocks}
+    emit({"op": "foreground", **sizes, "step_ms": round(alone, 3)})
+    share_ms = step.predict_bytes / ceiling["hbm_copy_gbps"] / 1e6
+    compute = (step.predict, step.select)
+    ms = measure_together(foreground, compute, (), step.reset)
+    beyond = round((ms - alone - share_ms) / alone, 3)
+    emit({"op": "foreground+predict+select", **sizes, "step_ms": round(ms, 3), "beyond_share_of_bytes": beyond})
+    for name, action in (("transfer", step.transfer), ("store", step.store)):
+        ms = measure_together(foreground, (), (action,))
+        beside, own = measure_beside(graph, (action,), layers)
+        found = {
+            "step_ms": round(ms, 3),
+            "slowdown": round(beside / alone - 1, 3),
+            "gbps": round(step.transfer_bytes / own / 1e6, 1),
+        }
+        emit({"op": f"foreground+{name}", **sizes, **found})
+    ms = measure_together(foreground, compute, (step.transfer,), step.reset)
+    emit({"op": "foreground+predict+select+transfer", **sizes, "step_ms": round(ms, 3)})

@@ -9,17 +9,16 @@ import torch
 import triton
 import triton.language as tl
 
-from oasiskv.kernels.predict.scratch import scratch
 from oasiskv.kernels.rows import Reduction, Row, SummaryLayout
+from oasiskv.kernels.scratch import scratch
 
 _TILE = 64
-"""Blocks per matrix product: one warp group."""
-_STAGES = 3
+"""Blocks per matrix product, what a warp group of Hopper's matrix units takes; float32, which has none, takes fewer."""
 _WARPS = 4
 _HELD = 2048
 """Scores that selection keeps in registers; of longer rows it reads them again from L2."""
-_PROGRAMS = 1600
-"""Programs to divide a batch into, about four waves of three per SM."""
+_PROGRAMS = 640
+"""Programs to divide a small batch into; a large one gets one per pair, since each costs some microseconds."""
 _LOWEST = tl.constexpr(-2147483648)
 """Below every score."""
 _INFINITE = tl.constexpr(0x7F800000)
@@ -273,8 +272,8 @@ def predict(
     scale: float,
     num_sinks: int,
     *,
-    tile: int = _TILE,
-    num_stages: int = _STAGES,
+    tile: int | None = None,
+    num_stages: int | None = None,
     num_warps: int = _WARPS,
     num_programs: int = _PROGRAMS,
     held: int = _HELD,
@@ -289,7 +288,13 @@ def predict(
     max_blocks = page_ids.shape[1] * layout.rows_per_page
     stride = -(-max_blocks // 32) * 32
     lanes = 1 + group if reduction == "softmax" else 1
-    arrivals, keys = scratch(query.device, num_pairs, num_pairs * stride * lanes)
+    keys, arrivals = scratch(query.device, num_pairs * stride * lanes, num_pairs)
+    span = max(16, triton.next_power_of_2(layout.width))
+    if tile is None:
+        tile = _TILE if pages.element_size() == 2 else 16
+    if num_stages is None:
+        # Wide rows fill shared memory sooner, and programs beside one another hide more than depth in each.
+        num_stages = 3 if span * pages.element_size() <= 256 else 2
     num_shares = max(1, min(num_programs // num_pairs, -(-max_blocks // tile)))
     _predict[(num_shares, num_pairs)](
         query,
@@ -310,7 +315,7 @@ def predict(
         B=layout.block_size,
         D=head_dim,
         WIDTH=layout.width,
-        SPAN=max(16, triton.next_power_of_2(layout.width)),
+        SPAN=span,
         PER_PAGE=layout.rows_per_page,
         MID=layout.kind == "mid",
         COLUMNS=max(16, 2 * triton.next_power_of_2(group)),

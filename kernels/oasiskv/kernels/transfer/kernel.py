@@ -1,133 +1,82 @@
 """The Triton kernels of transfer and store.
 
-The host link is fast but far away, so a program keeps two batches of units on the way at any time: it asks for the next
-before it stores the one at hand. Batches are large and programs few, because each program takes room on an SM from
-attention and matrix products: see docs/design/0002-kernels.md for the shapes tried.
+The host link is fast but far away: what matters is that enough bytes are on the way at any time, and that few SMs are
+taken from attention and matrix products. So a program first looks up where the units of its share lie, then streams
+them through a ring in shared memory, where a unit is asked for as soon as the oldest has left. The shapes that were
+tried are in docs/design/0002-kernels.md.
 """
 
 import torch
 import triton
 import triton.language as tl
 
+from oasiskv.core.errors import UnsupportedError
 from oasiskv.kernels.rows import Row
+from oasiskv.kernels.scratch import scratch
 
-TRANSFER_PROGRAMS = 8
+TRANSFER_PROGRAMS = 4
 """Programs that fetch; each occupies at most one SM."""
-TRANSFER_BYTES = 32768
-"""Bytes that a fetching program asks for at once."""
-STORE_PROGRAMS = 8
+TRANSFER_DEPTH = 8
+"""Units in the ring of a fetching program."""
+TRANSFER_WARPS = 4
+STORE_PROGRAMS = 4
 """Programs that write through."""
 STORE_BYTES = 32768
 """Bytes that a storing program writes at once."""
-_WARPS = 8
+STORE_WARPS = 8
+_LANES = 256
+"""Plan entries that a program looks up at once."""
 
 
 @triton.jit
 def _find(
-    batch,
-    plan,
-    rows,
-    host_table,
-    host_stride,
-    slot_ids,
-    slot_stride,
-    layer,
-    num_layers,
-    num_pairs,
-    num_entries,
-    H: tl.constexpr,
-    C: tl.constexpr,
-    WORDS: tl.constexpr,
-    BATCH: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    REQUEST: tl.constexpr,
-):
-    """Return (is planned, first word in units, first word in the cache) of each entry of a batch."""
-    entry = batch * BATCH + tl.arange(0, BATCH)
-    # First candidates of all heads first: a plan that is not full then leaves whole batches empty, not holes in each.
+    entry, plan, rows, host_table, host_stride, slot_ids, slot_stride, layer, num_layers, num_pairs, num_entries,
+    H: tl.constexpr, C: tl.constexpr, COLUMNS: tl.constexpr, REQUEST: tl.constexpr,
+):  # fmt: skip
+    """Return (is planned, unit of the host pool, unit of the cache) of plan entries."""
+    # First candidates of all heads first: a plan that is not full then has its gaps at the end.
     pair = entry % num_pairs
     at = (pair * C + entry // num_pairs).to(tl.int64) * 2
     block = tl.load(plan + at, mask=entry < num_entries, other=-1)
     is_planned = block >= 0
     slot = tl.load(plan + at + 1, mask=is_planned, other=0)
     request = tl.load(rows + (pair // H) * COLUMNS + REQUEST, mask=is_planned, other=0).to(tl.int64)
-    head = pair % H
-    host = tl.load(host_table + request * host_stride + block, mask=is_planned, other=0).to(tl.int64)
-    engine = tl.load(slot_ids + request * slot_stride + slot, mask=is_planned, other=0).to(tl.int64)
-    return is_planned, ((host * num_layers + layer) * H + head) * WORDS, (engine * H + head) * WORDS
+    host = tl.load(host_table + request * host_stride + block, mask=is_planned, other=0)
+    engine = tl.load(slot_ids + request * slot_stride + slot, mask=is_planned, other=0)
+    return is_planned, (host * num_layers + layer) * H + pair % H, engine * H + pair % H
 
 
 @triton.jit
 def _transfer(
-    units,
-    kv_cache,
-    plan,
-    rows,
-    host_table,
-    host_stride,
-    slot_ids,
-    slot_stride,
-    layer,
-    num_layers,
-    num_pairs,
-    num_entries,
-    H: tl.constexpr,
-    C: tl.constexpr,
-    WORDS: tl.constexpr,
-    SPAN: tl.constexpr,
-    BATCH: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    REQUEST: tl.constexpr,
-):
+    units, kv_cache, plan, rows, host_table, host_stride, slot_ids, slot_stride, found, layer, num_layers, num_pairs,
+    num_entries, H: tl.constexpr, C: tl.constexpr, WORDS: tl.constexpr, SPAN: tl.constexpr, LANES: tl.constexpr,
+    DEPTH: tl.constexpr, COLUMNS: tl.constexpr, REQUEST: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    num_programs = tl.num_programs(0)
+    share = tl.cdiv(num_entries, num_programs)
+    mine = found + program.to(tl.int64) * share
+    count = tl.zeros([], tl.int32)
+    for start in range(0, share, LANES):
+        entry = (start + tl.arange(0, LANES)) * num_programs + program
+        is_planned, source, target = _find(
+            entry, plan, rows, host_table, host_stride, slot_ids, slot_stride, layer, num_layers, num_pairs,
+            num_entries, H, C, COLUMNS, REQUEST,
+        )  # fmt: skip
+        place = count + tl.cumsum(is_planned.to(tl.int32), axis=0) - 1
+        tl.store(mine + place, (source.to(tl.int64) << 32) | target.to(tl.int64), mask=is_planned)
+        count += tl.sum(is_planned.to(tl.int32), axis=0)
+    tl.debug_barrier()
+
+    # [1, SPAN]
     word = tl.arange(0, SPAN)[None, :]
     inside = word < WORDS
-    batch = tl.program_id(0)
-    is_planned, source, target = _find(
-        batch, plan, rows, host_table, host_stride, slot_ids, slot_stride, layer, num_layers, num_pairs, num_entries,
-        H, C, WORDS, BATCH, COLUMNS, REQUEST,
-    )  # fmt: skip
-    # [BATCH, SPAN]
-    mask = is_planned[:, None] & inside
-    content = tl.load(units + source[:, None] + word, mask=mask)
-    next_planned, next_source, next_target = _find(
-        batch + PROGRAMS, plan, rows, host_table, host_stride, slot_ids, slot_stride, layer, num_layers, num_pairs,
-        num_entries, H, C, WORDS, BATCH, COLUMNS, REQUEST,
-    )  # fmt: skip
-    while batch * BATCH < num_entries:
-        next_mask = next_planned[:, None] & inside
-        next_content = tl.load(units + next_source[:, None] + word, mask=next_mask)
-        after_planned, after_source, after_target = _find(
-            batch + 2 * PROGRAMS, plan, rows, host_table, host_stride, slot_ids, slot_stride, layer, num_layers,
-            num_pairs, num_entries, H, C, WORDS, BATCH, COLUMNS, REQUEST,
-        )  # fmt: skip
-        tl.store(kv_cache + target[:, None] + word, content, mask=mask)
-        content = next_content
-        mask = next_mask
-        target = next_target
-        next_planned = after_planned
-        next_source = after_source
-        next_target = after_target
-        batch += PROGRAMS
-
-
-@triton.jit
-def _transfer_ring(
-    units, kv_cache, plan, rows, host_table, host_stride, slot_ids, slot_stride, layer, num_layers, num_pairs,
-    num_entries,
-    H: tl.constexpr, C: tl.constexpr, WORDS: tl.constexpr, SPAN: tl.constexpr, BATCH: tl.constexpr,
-    PROGRAMS: tl.constexpr, COLUMNS: tl.constexpr, REQUEST: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    word = tl.arange(0, SPAN)[None, :]
-    for batch in tl.range(tl.program_id(0), tl.cdiv(num_entries, BATCH), PROGRAMS, num_stages=STAGES):
-        is_planned, source, target = _find(
-            batch, plan, rows, host_table, host_stride, slot_ids, slot_stride, layer, num_layers, num_pairs,
-            num_entries, H, C, WORDS, BATCH, COLUMNS, REQUEST,
-        )  # fmt: skip
-        # [BATCH, SPAN]
-        mask = is_planned[:, None] & (word < WORDS)
-        content = tl.load(units + source[:, None] + word, mask=mask)
-        tl.store(kv_cache + target[:, None] + word, content, mask=mask)
+    for i in tl.range(0, count, num_stages=DEPTH):
+        # A vector of one, since vectors are loaded through the ring: a plain load would return only after the host
+        # memory that was asked for before it.
+        unit = tl.load(mine + i + tl.arange(0, 1))[:, None]
+        content = tl.load(units + (unit >> 32) * WORDS + word, mask=inside)
+        tl.store(kv_cache + (unit & 0x7FFFFFFF) * WORDS + word, content, mask=inside)
 
 
 @triton.jit
@@ -174,21 +123,21 @@ def transfer(
     slot_ids: torch.Tensor,
     *,
     num_programs: int = TRANSFER_PROGRAMS,
-    batch_bytes: int = TRANSFER_BYTES,
-    num_warps: int = _WARPS,
-    num_stages: int = 0,
+    depth: int = TRANSFER_DEPTH,
+    num_warps: int = TRANSFER_WARPS,
 ) -> None:
     """Launch it on the current stream; see `op.transfer`."""
     num_rows, num_kv_heads, max_cap, _ = plan.shape
     num_entries = num_rows * num_kv_heads * max_cap
     if num_entries == 0:
         return
+    num_units = max(units.shape[0] * units.shape[1], kv_cache.shape[0]) * num_kv_heads
+    if num_units > 2**31 - 1:
+        raise UnsupportedError(f"units: expected at most {2**31 - 1} of one KV head's blocks, got {num_units}")
     words = _words(kv_cache)
-    span = triton.next_power_of_2(words)
-    batch = max(1, batch_bytes // (8 * span))
-    programs = min(num_programs, triton.cdiv(num_entries, batch))
-    kernel, ring = (_transfer_ring, {"STAGES": num_stages}) if num_stages else (_transfer, {})
-    kernel[(programs,)](
+    programs = min(num_programs, num_entries)
+    found, _ = scratch(kv_cache.device, 2 * (num_entries + 2 * programs))
+    _transfer[(programs,)](
         units.view(torch.int64),
         kv_cache.view(torch.int64),
         plan,
@@ -197,6 +146,7 @@ def transfer(
         host_table.stride(0),
         slot_ids,
         slot_ids.stride(0),
+        found.view(torch.int64),
         layer,
         units.shape[1],
         num_rows * num_kv_heads,
@@ -204,13 +154,12 @@ def transfer(
         H=num_kv_heads,
         C=max_cap,
         WORDS=words,
-        SPAN=span,
-        BATCH=batch,
-        PROGRAMS=programs,
+        SPAN=triton.next_power_of_2(words),
+        LANES=_LANES,
+        DEPTH=depth,
         COLUMNS=len(Row),
         REQUEST=Row.REQUEST,
         num_warps=num_warps,
-        **ring,
     )
 
 
@@ -223,7 +172,7 @@ def store(
     *,
     num_programs: int = STORE_PROGRAMS,
     batch_bytes: int = STORE_BYTES,
-    num_warps: int = _WARPS,
+    num_warps: int = STORE_WARPS,
 ) -> None:
     """Launch it on the current stream; see `op.store`."""
     num_kv_heads = kv_cache.shape[1]
