@@ -6,7 +6,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -16,15 +16,15 @@ PREDICT = [
     {"tile": tile, "num_stages": stages, "num_warps": warps}
     for tile, stages, warps in [(64, 2, 4), (64, 3, 4), (64, 4, 4), (128, 2, 8), (128, 3, 8), (128, 2, 4)]
 ]
-SHARES = [400, 800, 1600]
+SHARES = [400, 640, 800, 1600]
 SELECT = [
     {"num_warps": warps, "tile": tile} for warps, tile in [(1, 16), (1, 32), (1, 128), (2, 32), (2, 128), (4, 128)]
 ]
 TRANSFER = [
     {"num_programs": programs, "depth": depth, "num_warps": warps}
     for programs, depth, warps in [
-        (1, 16, 4), (1, 24, 4), (1, 24, 8), (2, 8, 4), (2, 12, 4), (2, 16, 4), (2, 24, 4), (2, 24, 8), (2, 16, 2),
-        (3, 12, 4), (4, 6, 4), (4, 8, 4), (4, 16, 4), (4, 8, 2), (4, 8, 1), (8, 4, 4), (8, 8, 4),
+        (4, 10, 4), (4, 16, 4), (4, 24, 4), (3, 24, 4), (2, 24, 4), (6, 12, 4), (8, 6, 4), (8, 10, 4), (4, 16, 2),
+        (12, 6, 4), (16, 4, 4),
     ]
 ]  # fmt: skip
 STORE = [
@@ -54,11 +54,12 @@ def compile_all(part: int, parts: int) -> None:
     torch.cuda.synchronize()
 
 
-def sweep(batches: list[int], until: float) -> None:
+def sweep(parts: list[str], batches: list[int], until: float) -> None:
     model, device = bench.Model(), torch.device("cuda")
     memory = bench.Memory(model, 19000, 8192, device)
     say("ceilings", bench.ceilings(memory))
-    for kind in ("minmax", "mid"):
+    kinds: tuple[Literal["minmax", "mid"], ...] = ("minmax", "mid")
+    for kind in kinds if "alone" in parts else ():
         step = bench.Step(model, memory, 96, 1024, kind)
         for options in PREDICT:
             for programs in SHARES:
@@ -72,19 +73,19 @@ def sweep(batches: list[int], until: float) -> None:
                 say(f"predict-{kind}-{rows}", {"num_programs": programs}, ms=ms, gbps=small.predict_bytes / ms / 1e6)
     step = bench.Step(model, memory, 96, 1024, "minmax")
     step.predict(0)
-    for options in SELECT:
+    for options in SELECT if "alone" in parts else ():
         ms = bench.measure([partial(step.select, **options)], 36, step.reset, repeats=6)
         say("select-96", options, ms=ms)
-    for options in STORE:
+    for options in STORE if "alone" in parts else ():
         ms = bench.measure([partial(step.store, **options)], 36, repeats=3)
         say("store-96", options, ms=ms, gbps=step.transfer_bytes / ms / 1e6)
-    for every in (1, 16):
+    for every in (1, 16) if "alone" in parts else ():
         rows = step.finished(every)
         ms = bench.measure([partial(step.complete, rows=rows)], 36, step.reset, repeats=4)
         say("complete-96", {"every": every}, ms=ms)
     ms = bench.measure([step.summarize], 36, repeats=4)
     say("summarize-1024", {}, ms=ms, gbps=36 * 1024 * model.num_kv_heads * model.unit_bytes / 2 / ms / 1e6)
-    for num_rows in batches:
+    for num_rows in batches if "beside" in parts else ():
         foreground = bench.Foreground(model, num_rows, device)
         step = bench.Step(model, memory, num_rows, 1024, "minmax")
         stream = torch.cuda.Stream()
@@ -122,6 +123,7 @@ def sweep(batches: list[int], until: float) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--compile", nargs=2, type=int, metavar=("PART", "PARTS"), help="only fill Triton's cache")
+    parser.add_argument("--parts", nargs="+", choices=("alone", "beside"), default=["alone", "beside"])
     parser.add_argument("--rows", type=int, nargs="+", default=[40, 96])
     parser.add_argument("--seconds", type=float, default=600.0)
     args = parser.parse_args()
@@ -129,7 +131,7 @@ def main() -> None:
         compile_all(*args.compile)
     else:
         print(json.dumps({"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}), flush=True)
-        sweep(args.rows, time.monotonic() + args.seconds)
+        sweep(args.parts, args.rows, time.monotonic() + args.seconds)
 
 
 if __name__ == "__main__":

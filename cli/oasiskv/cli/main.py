@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Protocol
 
-from oasiskv.cli import doctor, model
+from oasiskv.cli import bench, doctor, model
 from oasiskv.core.errors import OasisError
 
 EXIT_ERROR = 2
@@ -33,6 +33,7 @@ class Command(Protocol):
 
 COMMANDS: MappingProxyType[str, Command] = MappingProxyType(
     {
+        "bench": bench,
         "doctor": doctor,
         "model": model,
     }
