@@ -152,8 +152,14 @@ def test_scores_of_ordinary_numbers_are_close_and_no_better_block_is_left_out(
             assert max(left, default=NEGATIVE) <= min((score for _, score in chosen), default=math.inf) + near
 
 
-@pytest.mark.parametrize("reduction", ["max", "softmax"])
-@pytest.mark.parametrize("options", [{"held": 64}, {"num_programs": 12}, {"held": 32, "num_programs": 999}])
+@pytest.mark.parametrize(
+    ("reduction", "options"),
+    [
+        ("max", {"held": 64, "tile": 64}),
+        ("max", {"num_programs": 12, "tile": 32}),
+        ("softmax", {"held": 32, "num_programs": 999, "tile": 64}),
+    ],
+)
 def test_shares_and_repeated_passes_choose_the_same(device: str, reduction: str, options: dict[str, int]) -> None:
     shape = Shape(group=2, budget=20, max_blocks=200, num_kv_heads=2, device=device)
     arguments = a_step(shape, [200, 65, 64, 1, None, 0], seed=5, whole=reduction == "max") | {"reduction": reduction}
@@ -170,7 +176,7 @@ def test_shares_and_repeated_passes_choose_the_same(device: str, reduction: str,
 
 @pytest.mark.parametrize("length", [129, 2049, 8192])
 def test_long_contexts(implementation: str, device: str, length: int) -> None:
-    shape = Shape(num_kv_heads=1, group=2, kind="mid", budget=128, max_blocks=8192, device=device)
+    shape = Shape(num_kv_heads=1, group=2, kind="mid", budget=128, max_blocks=8192, device=device, dtype=torch.float16)
     arguments = a_step(shape, [length], seed=6)
     run(implementation, arguments)
     query, layout = arguments["query"].double(), shape.layout
