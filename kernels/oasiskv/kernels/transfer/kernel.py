@@ -14,9 +14,9 @@ from oasiskv.core.errors import UnsupportedError
 from oasiskv.kernels.rows import Row
 from oasiskv.kernels.scratch import scratch
 
-TRANSFER_PROGRAMS = 4
+TRANSFER_PROGRAMS = 3
 """Programs that fetch; each occupies at most one SM."""
-TRANSFER_DEPTH = 8
+TRANSFER_DEPTH = 24
 """Units in the ring of a fetching program."""
 TRANSFER_WARPS = 4
 STORE_PROGRAMS = 4
@@ -24,6 +24,8 @@ STORE_PROGRAMS = 4
 STORE_BYTES = 32768
 """Bytes that a storing program writes at once."""
 STORE_WARPS = 8
+_RING_BYTES = 196608
+"""Shared memory that a ring may take, of 227 KiB on Hopper."""
 _LANES = 256
 """Plan entries that a program looks up at once."""
 
@@ -135,6 +137,7 @@ def transfer(
     if num_units > 2**31 - 1:
         raise UnsupportedError(f"units: expected at most {2**31 - 1} of one KV head's blocks, got {num_units}")
     words = _words(kv_cache)
+    span = triton.next_power_of_2(words)
     programs = min(num_programs, num_entries)
     found, _ = scratch(kv_cache.device, 2 * (num_entries + 2 * programs))
     _transfer[(programs,)](
@@ -154,9 +157,9 @@ def transfer(
         H=num_kv_heads,
         C=max_cap,
         WORDS=words,
-        SPAN=triton.next_power_of_2(words),
+        SPAN=span,
         LANES=_LANES,
-        DEPTH=depth,
+        DEPTH=max(2, min(depth, 1 + _RING_BYTES // (8 * span))),
         COLUMNS=len(Row),
         REQUEST=Row.REQUEST,
         num_warps=num_warps,
