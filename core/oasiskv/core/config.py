@@ -79,9 +79,9 @@ class LookaheadConfig:
         Raises:
             ConfigError: a field is out of its range; the message starts with its name.
         """
-        for name in ("host_pool_bytes", "host_limit_bytes"):
-            if (value := getattr(self, name)) is not None:
-                object.__setattr__(self, name, parse_bytes(value, name))
+        object.__setattr__(self, "host_pool_bytes", parse_bytes(self.host_pool_bytes, "host_pool_bytes"))
+        if self.host_limit_bytes is not None:
+            object.__setattr__(self, "host_limit_bytes", parse_bytes(self.host_limit_bytes, "host_limit_bytes"))
         self._check_int("budget_blocks", 1)
         self._check_int("min_cap", 1)
         self._check_int("sink_blocks", 0)

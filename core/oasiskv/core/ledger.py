@@ -21,16 +21,15 @@ class _Request:
     """Host blocks the workers know of."""
     num_final: int = 0
     """Complete blocks as of this step's processed tokens."""
-    num_settled: int = 0
-    """Complete blocks as of an earlier step that was scheduled: the workers are done with their places."""
+    num_ordered: int = 0
+    """Complete blocks as of the last step it ran in; not every step that allocates for a request runs it."""
     num_stored: int = 0
     """Blocks the workers were told to write through."""
     num_processed: int = 0
     """Tokens whose K and V are final when this step begins."""
     num_sealed: int = 0
-    seen_in_step: int = -1
-    switched_in_step: int | None = None
-    """Step in which the workers were told that it is sparse; None while dense."""
+    is_sparse: bool = False
+    """Whether the workers were told that it is sparse."""
     num_freed: int = 0
     """Block table entries below this one were gone through for freeing."""
 
@@ -38,7 +37,8 @@ class _Request:
 class RequestLedger:
     """Owner of all requests' sparse state on the scheduler's side.
 
-    A block table entry is given back one step after the workers last needed it: in the step that frees it, another
+    In every step of the scheduler, `advance` and `grow` come first, request by request, and `take_commands` last. A
+    block table entry is given back one step after the workers last needed it: in the step that frees it, another
     request may already be given the block.
 
     Args:
@@ -54,11 +54,6 @@ class RequestLedger:
         self._host = host
         self._requests: dict[str, _Request] = {}
         self._max_tokens: dict[str, int] = {}
-        self._step = 0
-
-    def start_step(self) -> None:
-        """Note that the scheduler starts another step."""
-        self._step += 1
 
     def expect(self, request_id: str, max_tokens: int) -> None:
         """Note how long a request can become; one that can never become sparse gets no host blocks."""
@@ -98,14 +93,11 @@ class RequestLedger:
         request = self._requests.get(request_id)
         if request is None:
             return range(0)
-        if request.seen_in_step != self._step:
-            request.seen_in_step = self._step
-            request.num_settled = request.num_final
         self._note(request, num_processed)
-        if request.switched_in_step is None or request.switched_in_step == self._step:
+        if not request.is_sparse:
             return range(0)
         first = max(request.num_freed, self._layout.budget_blocks)
-        request.num_freed = max(first, request.num_settled)
+        request.num_freed = max(first, request.num_ordered)
         return range(first, request.num_freed)
 
     def is_page(self, request_id: str, position: int) -> bool:
@@ -134,27 +126,26 @@ class RequestLedger:
             if request.num_host_blocks > request.num_announced:
                 host_blocks[request_id] = list(self._host.table(request_id)[request.num_announced :])
                 request.num_announced = request.num_host_blocks
-            if request.switched_in_step is None and request.num_final > request.num_stored:
+            request.num_ordered = request.num_final
+            if not request.is_sparse and request.num_final > request.num_stored:
                 store[request_id] = (request.num_stored, request.num_final)
                 request.num_stored = request.num_final
-            if request.switched_in_step is None and self._may_switch(request):
+            if not request.is_sparse and self._may_switch(request):
                 switch[request_id] = request.num_final
-                request.switched_in_step = self._step
+                request.is_sparse = True
         return StepCommands(released=tuple(sorted(released)), host_blocks=host_blocks, store=store, switch=switch)
 
     def num_dense_decodes(self, scheduled: Set[str]) -> int:
         """Count the requests of this step that decode with everything resident."""
         requests = (self._requests[request_id] for request_id in scheduled & self._requests.keys())
-        return sum(
-            request.switched_in_step is None and request.num_processed >= request.prefill_tokens for request in requests
-        )
+        return sum(not request.is_sparse and request.num_processed >= request.prefill_tokens for request in requests)
 
     def seal(self, request_id: str, block_keys: Sequence[bytes]) -> None:
         """Make host blocks findable by the content keys of the request's first blocks, as far as workers wrote them."""
         request = self._requests.get(request_id)
         if request is None or not request.uses_host:
             return
-        end = min(request.num_settled, len(block_keys))
+        end = min(request.num_ordered, len(block_keys))
         for block_index in range(request.num_sealed, end):
             self._host.seal(request_id, block_index, block_keys[block_index])
         request.num_sealed = max(request.num_sealed, end)
@@ -162,7 +153,7 @@ class RequestLedger:
     def is_sparse(self, request_id: str) -> bool:
         """Say whether the workers were told that the request is sparse."""
         request = self._requests.get(request_id)
-        return request is not None and request.switched_in_step is not None
+        return request is not None and request.is_sparse
 
     def release(self, request_id: str) -> None:
         """Take back everything of a request that finished or was preempted."""

@@ -41,7 +41,7 @@ class StreamPipeline:
     def end_pass(self) -> None:
         """Order the current stream after everything forked from it.
 
-        Inside a capture nothing is done about work forked outside, as when a piece of a pass is captured between layers.
+        A capture does nothing about work forked outside it, as when a piece of a pass is captured between layers.
         """
         if self._is_forked and self._is_captured == torch.cuda.is_current_stream_capturing():
             current = torch.cuda.current_stream()

@@ -143,11 +143,6 @@ class LookaheadManager(FullAttentionManager):
             self.ledger.release(request_id)
         return super().pop_blocks_for_free(request_id)
 
-    def new_step_starts(self) -> None:
-        """Tell the ledger that another step starts."""
-        super().new_step_starts()
-        self._ledger.start_step()
-
 
 def install() -> None:
     """Make the spec known to vLLM in this process.

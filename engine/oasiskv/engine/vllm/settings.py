@@ -1,6 +1,5 @@
 """What vLLM's configuration says about the backend: whether it is on, its settings, and what it refuses."""
 
-import math
 from dataclasses import dataclass
 
 from vllm.config import VllmConfig
@@ -147,7 +146,4 @@ def check(vllm_config: VllmConfig) -> None:
     for rule in wrong:
         if rule.is_broken:
             raise ConfigError(f"{rule.setting}: expected {rule.expected}, got {rule.got}")
-    config = load(vllm_config)
-    if math.isclose(config.score_alpha, 1) and config.sink_blocks == 0:
-        # Allowed: the paper's own choice, which ranks badly on small models.
-        return
+    load(vllm_config)
