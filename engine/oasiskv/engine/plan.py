@@ -7,7 +7,9 @@ import torch
 
 from oasiskv.core.config import LookaheadConfig
 from oasiskv.engine.state import CacheShape, WorkingSets
-from oasiskv.kernels.rows import Row
+from oasiskv.kernels.plan import plan
+from oasiskv.kernels.plan.reference import attend_to
+from oasiskv.kernels.rows import Given, Row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,12 +83,10 @@ class StepPlanner:
         def ints(*size: int) -> torch.Tensor:
             return torch.zeros(size, dtype=torch.int32, device=self._device)
 
-        self._slots, self._query_rows = ints(max_requests), ints(max_requests)
-        self._drafter_rows, self._num_drafts = ints(max_requests), ints(max_requests)
+        self._slots, self._query_rows, self._drafter_rows = ints(max_requests), ints(max_requests), ints(max_requests)
         self._rows = ints(max_requests, len(Row))
         self._block_table, self._seq_lens = ints(max_requests, max(max_blocks, self._budget + 2)), ints(max_requests)
-        self._num_complete = ints(max_requests)
-        self._is_sparse = torch.zeros(max_requests, dtype=torch.bool, device=self._device)
+        self._given = ints(len(Given), max_requests)
         self._blank(0)
 
     def blank(self, seq_lens: torch.Tensor) -> StepPlan:
@@ -100,7 +100,7 @@ class StepPlanner:
         self._seq_lens[:count] = seq_lens
         return self._view(count, 0, 0)
 
-    def plan(self, batch: Batch, slots: Sequence[int], sparse: Sequence[bool], step: int) -> StepPlan:
+    def plan_step(self, batch: Batch, slots: Sequence[int], sparse: Sequence[bool], step: int) -> StepPlan:
         """Plan a step.
 
         Args:
@@ -109,79 +109,64 @@ class StepPlanner:
             sparse: Whether each row's request is sparse.
             step: Number of the step.
         """
-        count, sets, layout = len(slots), self._sets, self._sets.layout
+        count, sets = len(slots), self._sets
         unusable = [0 if ok else n for n, ok in zip(batch.num_drafts, batch.has_usable_draft, strict=True)]
-        numbers = self._to_device([list(slots), list(batch.num_drafts), unusable, [int(flag) for flag in sparse]])
-        slot, num_drafts, skipped, is_sparse = numbers[0], numbers[1], numbers[2], numbers[3] != 0
-        last_row = batch.query_start_loc[1:] - 1
-        num_complete = (batch.seq_lens - batch.query_start_loc.diff()) // self._block_size
-        index = slot.long()
-
-        finished_at = (num_complete - 1).clamp(min=0).long()
-        finished = batch.block_table.gather(1, finished_at[:, None])[:, 0]
-        is_finished = is_sparse & (num_complete > sets.num_complete[index])
-        sets.num_complete[index] = torch.where(is_sparse, num_complete, sets.num_complete[index])
-        # A page starts with the block that finishes now; naming it again in later steps changes nothing.
-        page = finished_at // layout.rows_per_page
-        position = torch.maximum(layout.budget_blocks + page, page * layout.rows_per_page)
-        position = position.clamp(max=batch.block_table.shape[1] - 1)
-        page_id = batch.block_table.gather(1, position[:, None])[:, 0]
-        sets.page_ids[index, page] = torch.where(is_sparse, page_id, sets.page_ids[index, page])
-
-        columns = {
-            Row.REQUEST: torch.where(is_sparse, slot, -1),
-            Row.NUM_COMPLETE: num_complete,
-            Row.STEP: torch.full_like(slot, step),
-            Row.FINISHED_BLOCK: torch.where(is_finished, finished, -1),
+        given = {
+            Given.SLOT: list(slots),
+            Given.NUM_DRAFTS: list(batch.num_drafts),
+            Given.NUM_UNUSABLE: unusable,
+            Given.IS_SPARSE: [int(flag) for flag in sparse],
         }
-        self._slots[:count] = slot
-        self._query_rows[:count] = last_row - skipped
-        self._num_drafts[:count] = num_drafts
-        self._drafter_rows[:count] = last_row - num_drafts
-        self._rows[:count] = torch.stack([columns[column].int() for column in Row], 1)
-        self._num_complete[:count] = num_complete
-        self._is_sparse[:count] = is_sparse
-        self._blank(count)
-        self._see(batch.seq_lens, batch.block_table)
+        self._given = self._to_device([given[row] for row in Given])
+        plan(
+            self._given,
+            batch.query_start_loc,
+            batch.seq_lens,
+            batch.block_table[:, : self._block_table.shape[1]],
+            sets.num_complete,
+            sets.page_ids,
+            slots=self._slots,
+            query_rows=self._query_rows,
+            drafter_rows=self._drafter_rows,
+            rows=self._rows,
+            attended_table=self._block_table,
+            attended_lens=self._seq_lens,
+            budget=self._budget,
+            rows_per_page=sets.layout.rows_per_page,
+            block_size=self._block_size,
+            step=step,
+        )
         return self._view(count, count, sum(sparse))
 
-    def padded(self, plan: StepPlan, count: int) -> StepPlan:
+    def padded(self, running: StepPlan, count: int) -> StepPlan:
         """Return the plan with padding rows behind its own, `count` in all."""
-        return self._view(count, plan.num_rows, plan.num_sparse)
+        return self._view(count, running.num_rows, running.num_sparse)
 
     def plan_drafting(
-        self, plan: StepPlan, query_start_loc: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor
+        self, running: StepPlan, query_start_loc: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor
     ) -> StepPlan:
         """Plan the drafter's pass over the rows of a step, where it lays its tokens out anew.
 
         Its lookahead query is that of the last token that is no rejected draft.
 
         Args:
-            plan: The step's plan; its attention is over.
+            running: The step's plan; its attention is over.
             query_start_loc: As in `Batch`, of the drafter's pass.
             seq_lens: As in `Batch`; the drafter may see more tokens than the target.
             block_table: As in `Batch`.
         """
-        count = plan.num_rows
-        self._drafter_rows[:count] = query_start_loc[1:] - 1 - self._num_drafts[:count]
-        self._see(seq_lens, block_table)
-        return self._view(count, count, plan.num_sparse)
-
-    def _see(self, seq_lens: torch.Tensor, block_table: torch.Tensor) -> None:
-        """Fill in what attention reads: every row's own table, then the working sets over those of sparse rows."""
-        count, budget, block_size = len(seq_lens), self._budget, self._block_size
-        width = min(block_table.shape[1], self._block_table.shape[1])
-        view, is_sparse = self._block_table[:count], self._is_sparse[:count, None]
-        num_complete = self._num_complete[:count]
-        view[:, :width] = block_table[:, :width]
-        # Slots stand first in the positional table; the active blocks move up behind them.
-        column = torch.arange(2, device=self._device)
-        source = (num_complete[:, None] + column).clamp(max=block_table.shape[1] - 1).long()
-        is_active = (num_complete[:, None] + column) * block_size < seq_lens[:, None]
-        active = torch.where(is_active, block_table.gather(1, source), 0)
-        view[:, budget : budget + 2] = torch.where(is_sparse, active, view[:, budget : budget + 2])
-        compact = seq_lens + block_size * (budget - num_complete)
-        self._seq_lens[:count] = torch.where(is_sparse[:, 0], compact, seq_lens)
+        count = running.num_rows
+        self._drafter_rows[:count] = query_start_loc[1:] - 1 - self._given[Given.NUM_DRAFTS]
+        attend_to(
+            self._rows[:count],
+            seq_lens,
+            block_table,
+            self._block_table[:count],
+            self._seq_lens[:count],
+            self._budget,
+            self._block_size,
+        )
+        return self._view(count, count, running.num_sparse)
 
     def _blank(self, first: int) -> None:
         """Turn the rows from `first` on into padding."""

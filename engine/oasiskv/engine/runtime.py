@@ -118,7 +118,7 @@ class Runtime:
         sparse = [request_id in self._sparse for request_id in batch.request_ids]
         drafted = sum(usable and flag for usable, flag in zip(batch.has_usable_draft, sparse, strict=True))
         self.counters.add_sources(drafted, sum(sparse))
-        self._plan = self._planner.plan(batch, slots, sparse, self._step)
+        self._plan = self._planner.plan_step(batch, slots, sparse, self._step)
         return self._plan
 
     def begin_blank(self, seq_lens: torch.Tensor) -> StepPlan:

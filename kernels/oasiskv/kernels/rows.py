@@ -21,6 +21,19 @@ class Row(IntEnum):
     """Engine block that holds block NUM_COMPLETE - 1 if that became complete in this step, else -1."""
 
 
+class Given(IntEnum):
+    """Rows of `given: int32[len(Given), num_rows]`: what the host knows of each row of a batch."""
+
+    SLOT = 0
+    """Request slot."""
+    NUM_DRAFTS = 1
+    """Draft tokens at the row's end."""
+    NUM_UNUSABLE = 2
+    """Those of them that no query should look ahead with, placeholders."""
+    IS_SPARSE = 3
+    """1 if the request is sparse."""
+
+
 class Counter(IntEnum):
     """Columns of `counters: int64[num_kv_heads, len(Counter)]` of one layer, summed over sparse rows."""
 
