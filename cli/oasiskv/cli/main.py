@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Protocol
 
-from oasiskv.cli import bench, doctor, model
+from oasiskv.cli import bench, demo, doctor, model, serve
 from oasiskv.core.errors import OasisError
 
 EXIT_ERROR = 2
@@ -36,6 +36,8 @@ COMMANDS: MappingProxyType[str, Command] = MappingProxyType(
         "bench": bench,
         "doctor": doctor,
         "model": model,
+        "run": demo,
+        "serve": serve,
     }
 )
 """Every subcommand by its name, in the order of the help text."""
@@ -50,7 +52,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: argparse printed help, the version or what is wrong with the arguments.
     """
-    args = build_parser().parse_args(argv)
+    parser = build_parser()
+    args, rest = parser.parse_known_args(argv)
+    if rest and not getattr(args, "takes_rest", False):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    args.rest = rest
     try:
         return COMMANDS[args.command].run(args)
     except OasisError as error:

@@ -3,6 +3,7 @@
 It moves no KV between servers; vLLM's connector interface is what an out-of-tree backend has for this.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
+
+NULL_BLOCK_ID = 0
+"""vLLM's placeholder in a block table."""
 
 
 @dataclass
@@ -67,6 +71,7 @@ class OasisKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._host: HostBlockManager | None = None
         self._pool: Any = None
         self._dense_steps = 0
+        self._finished: Counter[str] = Counter()
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str:
@@ -128,6 +133,9 @@ class OasisKVConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         """Let vLLM free the blocks at once."""
         assert self._ledger is not None
+        self._finished["finished_requests"] += 1
+        self._finished["finished_engine_blocks"] += sum(block_id != NULL_BLOCK_ID for block_id in block_ids[0])
+        self._finished["finished_dense_blocks"] += len(block_ids[0])
         self._ledger.forget(request.request_id)
         return False, None
 
@@ -176,8 +184,9 @@ class OasisKVConnector(KVConnectorBase_V1, SupportsHMA):
     def _scheduler_stats(self) -> LookaheadStats:
         assert self._host is not None
         dense_steps, self._dense_steps = self._dense_steps, 0
+        finished, self._finished = self._finished, Counter()
         return LookaheadStats.of(
-            {"dense_steps": dense_steps},
+            {"dense_steps": dense_steps, **finished},
             {
                 "engine_blocks_held": self._pool.num_gpu_blocks - 1 - self._pool.get_num_free_blocks(),
                 "host_blocks_held": self._host.num_blocks - self._host.num_free,

@@ -23,6 +23,12 @@ COUNTERS: dict[str, tuple[str, str]] = {
     "switches": ("switches", "Requests that became sparse, per worker."),
     "sparse_rows": ("sparse_steps", "Steps of requests that ran sparse, per worker."),
     "dense_steps": ("dense_steps", "Decode steps of requests that ran with everything resident."),
+    "finished_requests": ("finished_requests", "Requests that finished or were aborted."),
+    "finished_engine_blocks": ("finished_engine_blocks", "Engine blocks that requests held when they finished."),
+    "finished_dense_blocks": (
+        "finished_dense_blocks",
+        "Engine blocks that they would have held with everything resident.",
+    ),
     "source_draft": ("lookahead_draft", "Sparse steps whose lookahead query was a draft token's, per worker."),
     "source_self": ("lookahead_self", "Sparse steps whose lookahead query was the token's own, per worker."),
 }

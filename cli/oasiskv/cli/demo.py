@@ -1,0 +1,233 @@
+"""`oasiskv run`: a model answers a question about a long text while most of its KV cache lies outside the engine.
+
+The answer of the same model in stock vLLM, with everything resident, is printed beside ours.
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from oasiskv.cli.client import Answer, ask, read_metrics
+from oasiskv.cli.launch import Launch, Request, check_port, environment, find_device, free_port, prepare
+from oasiskv.cli.offline import Offline, Prompt
+from oasiskv.cli.plan import size
+from oasiskv.cli.serve import clock
+from oasiskv.cli.server import Server, stopped_by_sigterm
+from oasiskv.core.errors import ConfigError
+from oasiskv.core.needle import Needle, build_needle_prompt
+
+DEFAULT_CONTEXT = 6200
+"""Tokens of the prompt."""
+
+ANSWER_TOKENS = 48
+"""Most tokens of an answer; a right one takes about 15."""
+
+TEXT = "ruth-1samuel.txt"
+"""Of the folder `examples/texts`, which a wheel carries too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What both engines are asked."""
+
+    needle: Needle
+    content: str
+    """The user's message."""
+    token_ids: list[int]
+    """The whole prompt as the chat template makes it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """What one engine answered."""
+
+    text: str
+    first_token_s: float
+    """Seconds from the question to the first token."""
+    tokens_per_s: float
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add `oasiskv run`."""
+    parser = subparsers.add_parser("run", help="see a small model answer from a long text with the backend on")
+    parser.add_argument("folder", nargs="?", metavar="MODEL", help="a folder or smollm2-135m, the default")
+    parser.add_argument("--model", help="the same as MODEL")
+    parser.add_argument(
+        "--context", type=int, default=DEFAULT_CONTEXT, help="tokens in the prompt (%(default)s)"
+    )
+    parser.add_argument("--budget-blocks", type=int, help="resident blocks; default an eighth of the context")
+    parser.add_argument("--port", type=int, help="on loopback; default a free one")
+    parser.add_argument(
+        "--text", type=Path, help="text to hide the fact in; default: Ruth and Samuel"
+    )
+    parser.add_argument("--keep", action="store_true", help="go on serving afterwards, until ctrl-C")
+    parser.add_argument("--verbose", action="store_true", help="show all of vLLM's log")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Ask both engines and print what happened; return 1 if ours missed the fact."""
+    started, device = time.monotonic(), find_device()
+    name = args.model or args.folder or "smollm2-135m"
+    request = _request(name, args)
+    launch = prepare(request, device, _say)
+    if device != "cpu":
+        # The server must leave room on the GPU, and the question needs no more than this.
+        plan = launch.plan
+        launch = prepare(replace(request, engine_bytes=plan.pools.default_engine_bytes(plan.config)), device, _say)
+    check_port(request.host, request.port)
+    _say(f"Model: {launch.model.path} on {device}; both engines read {args.context:,} tokens, ours keeps an eighth.")
+    question = make_question(launch, args.context, args.text)
+    child = {**environment(device, 1, os.environ), "HF_HUB_OFFLINE": "1", "VLLM_HOST_IP": "127.0.0.1"}
+    dense = Offline(_dense_engine(launch), [Prompt(token_ids=question.token_ids, max_tokens=ANSWER_TOKENS)], child)
+    server = Server(launch.command(), child, _say if args.verbose else clock(_say), is_verbose=args.verbose)
+    with stopped_by_sigterm(), dense:
+        if device != "cpu":
+            reference = _reference(dense)
+        with server:
+            server.wait_ready()
+            if device == "cpu":
+                # On a CPU stock vLLM answers while the server starts, which keeps one core busy at most.
+                _say("waiting for the answer of stock vLLM, which has everything resident")
+                reference = _reference(dense)
+            print(f"\nQuestion: {question.needle.question}\nAnswer:   ", end="", flush=True)
+            before = read_metrics(request.port)
+            answer = _ask(request.port, question)
+            after = read_metrics(request.port)
+            print("\n")
+            ours = Reply(text=answer.text, first_token_s=answer.token_times[0], tokens_per_s=answer.tokens_per_s)
+            counts = {name: value - before.get(name, 0) for name, value in after.items()}
+            print("\n".join(table(launch, question, ours, reference, counts)))
+            print(f"\n{time.monotonic() - started:.0f} s in all")
+            if args.keep:
+                print(f"serving on http://127.0.0.1:{request.port} until ctrl-C")
+                server.wait()
+    is_found, is_reference_found = (question.needle.is_answered_by(reply.text) for reply in (ours, reference))
+    if not is_found:
+        hint = "" if is_reference_found else "; nor did stock vLLM: take another --context or --model"
+        print(f"error: answer: expected {question.needle.number} in it, got {ours.text!r}{hint}", file=sys.stderr)
+    return 0 if is_found else 1
+
+
+def make_question(launch: Launch, num_tokens: int, path: Path | None) -> Question:
+    """Hide the fact in a text and ask for it, in `num_tokens` tokens as the model sees them.
+
+    Raises:
+        ConfigError: there is no such text.
+        InvalidRequestError: the text is too short.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        text = (path or find_text()).read_text()
+    except OSError as cause:
+        raise ConfigError(f"--text: expected a file, got {cause}") from cause
+    # Longer than the model can take is no mistake here: the whole text is cut to size.
+    tokenizer = AutoTokenizer.from_pretrained(launch.model.path, model_max_length=10**9)
+
+    def encode(content: str) -> list[int]:
+        chat = [{"role": "user", "content": content}]
+        return list(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False))
+
+    needle = Needle()
+    content = build_needle_prompt(
+        text, needle, num_tokens=num_tokens, count_tokens=lambda content: len(encode(content))
+    )
+    return Question(needle=needle, content=content, token_ids=encode(content))
+
+
+def find_text() -> Path:
+    """Return the committed text: beside this module in a wheel, among the examples in a checkout."""
+    here = Path(__file__).parent / "texts" / TEXT
+    return here if here.is_file() else Path(__file__).parents[3] / "examples" / "texts" / TEXT
+
+
+def table(
+    launch: Launch, question: Question, ours: Reply, reference: Reply, counts: Mapping[str, float]
+) -> Iterator[str]:
+    """Yield the lines of the comparison."""
+    needle = question.needle
+    held, dense = counts["oasiskv_finished_engine_blocks_total"], counts["oasiskv_finished_dense_blocks_total"]
+
+    def count(name: str) -> str:
+        return f"{counts[f'oasiskv_{name}_total']:,.0f}"
+
+    def row(name: str, left: str, right: str) -> str:
+        return f"{name:20}{left:>22}{right:>26}"
+
+    def found(reply: Reply) -> str:
+        return "found" if needle.is_answered_by(reply.text) else "missed"
+
+    yield row("", "OasisKV", "stock vLLM, all resident")
+    yield row(f"the fact ({needle.number})", found(ours), found(reference))
+    yield row("context, tokens", f"{len(question.token_ids):,}", f"{len(question.token_ids):,}")
+    yield row("engine blocks held", f"{held:,.0f}", f"{dense:,.0f}")
+    yield row("first token, s", f"{ours.first_token_s:.1f}", f"{reference.first_token_s:.1f}")
+    yield row("then tokens/s", f"{ours.tokens_per_s:.1f}", f"{reference.tokens_per_s:.1f}")
+    yield ""
+    yield f"stock vLLM answered: {reference.text.strip()}"
+    yield (
+        f"blocks predicted {count('predicted_blocks')} = hit {count('hit_blocks')} + fetched {count('fetched_blocks')} "
+        f"+ deferred {count('deferred_blocks')}, over {count('sparse_steps')} sparse steps"
+    )
+    yield f"of those fetched: late {count('late_blocks')}, wasted {count('wasted_blocks')}"
+    load, store = (size(int(counts[f"oasiskv_{name}_bytes_total"])) for name in ("load", "store"))
+    yield f"moved: {load} from host memory to the engine, {store} to host memory"
+
+
+def _request(name: str, args: argparse.Namespace) -> Request:
+    block_size = 16
+    if args.context < 8 * 2 * block_size:
+        raise ConfigError(f"--context: expected at least {8 * 2 * block_size}, got {args.context}")
+    budget = args.context // 8 // block_size if args.budget_blocks is None else args.budget_blocks
+    return Request(
+        model=name,
+        budget_blocks=budget,
+        block_size=block_size,
+        max_model_len=-(-(args.context + ANSWER_TOKENS) // block_size) * block_size,
+        max_num_seqs=2,
+        host="127.0.0.1",
+        port=args.port if args.port is not None else free_port(),
+        rest=["--served-model-name", "demo"],
+    )
+
+
+def _dense_engine(launch: Launch) -> dict[str, Any]:
+    pools = launch.plan.pools
+    return {
+        "model": launch.model.path,
+        "dtype": pools.shape.dtype,
+        "max_model_len": pools.max_model_len,
+        "max_num_seqs": 1,
+        "enforce_eager": True,
+        # vLLM's own block size may be up to 128 tokens, and its pool is in whole blocks.
+        "kv_cache_memory_bytes": (pools.longest_blocks + 32) * pools.block_bytes,
+    }
+
+
+def _reference(dense: Offline) -> Reply:
+    result = dense.wait().results[0]
+    first, last = result.token_times[0], result.token_times[-1]
+    speed = (len(result.token_times) - 1) / (last - first) if last > first else 0.0
+    return Reply(text=result.text, first_token_s=first, tokens_per_s=speed)
+
+
+def _ask(port: int, question: Question) -> Answer:
+    return ask(
+        port,
+        {
+            "model": "demo",
+            "messages": [{"role": "user", "content": question.content}],
+            "temperature": 0,
+            "max_tokens": ANSWER_TOKENS,
+        },
+        lambda piece: print(piece, end="", flush=True),
+    )
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

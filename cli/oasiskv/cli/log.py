@@ -1,0 +1,79 @@
+"""vLLM's log, read line by line: what of it a person wants to see, when the server is ready, why it failed."""
+
+import re
+import threading
+
+_LINE = re.compile(
+    r"(?:\([^()]+ pid=\d+\) )?"  # the process
+    r"(?:(?P<level>DEBUG|INFO|WARNING|ERROR|CRITICAL)"
+    r"(?: \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]+\]|:) +)?"  # vLLM names time and place, uvicorn does not
+    r"(?P<text>.*)"
+)
+
+_PROGRESS = (
+    (re.compile(r"Starting to load model "), "loading the weights"),
+    (re.compile(r"Loading weights took ([\d.]+) seconds"), "weights loaded in {0} s"),
+    (re.compile(r"Capturing CUDA graphs"), "capturing CUDA graphs"),
+    (re.compile(r"\w+ KV cache size: ([\d,]+) tokens"), "engine KV cache: {0} tokens"),
+    (re.compile(r"(Host memory for KV: .*)"), "{0}"),
+    (re.compile(r"Starting vLLM server on (\S+)"), "serving on {0}"),
+)
+"""What is shown of the time before the server is ready."""
+
+_READY = "Application startup complete."
+_OWN_ERROR = re.compile(r"oasiskv\.core\.errors\.\w+: (.*)")
+_ANY_ERROR = re.compile(r"(?:[a-z_]\w*\.)*([A-Z]\w*(?:Error|Exception)): (.+)")
+_VALIDATION = re.compile(r"\d+ validation errors? for ")
+_USAGE_ERROR = re.compile(r"\S+: error: (.*)")
+
+
+class LogReader:
+    """Reads the log of one server.
+
+    Attributes:
+        is_ready: Set once the server takes requests.
+    """
+
+    def __init__(self) -> None:
+        """Start with nothing read."""
+        self.is_ready = threading.Event()
+        self._own: str | None = None
+        self._usage: str | None = None
+        self._first: str | None = None
+        self._in_validation = False
+
+    @property
+    def cause(self) -> str | None:
+        """Why the server failed, in one line: OasisKV's own error before vLLM's, and of those the first."""
+        return self._own or self._usage or self._first
+
+    def read(self, line: str) -> str | None:
+        """Take a line; return what to show of it, None for nothing."""
+        match = _LINE.fullmatch(line)
+        assert match is not None
+        level, text = match["level"], match["text"]
+        self._look_for_cause(text)
+        if self.is_ready.is_set():
+            return line if level in ("INFO", "WARNING", "ERROR", "CRITICAL") else None
+        if text == _READY:
+            self.is_ready.set()
+            return "ready"
+        for pattern, words in _PROGRESS:
+            if (found := pattern.match(text)) is not None:
+                return words.format(*found.groups())
+        return None
+
+    def _look_for_cause(self, text: str) -> None:
+        if self._in_validation:
+            # pydantic says what is wrong in the line after the one that names the class.
+            self._in_validation = False
+            self._first = self._first or re.sub(r" \[type=.*", "", text.strip()).removeprefix("Value error, ")
+        elif (found := _OWN_ERROR.search(text)) is not None:
+            self._own = self._own or found[1]
+        elif (found := _USAGE_ERROR.fullmatch(text)) is not None:
+            self._usage = f"vLLM: {found[1]}"
+        elif (found := _ANY_ERROR.fullmatch(text)) is not None:
+            if _VALIDATION.match(found[2]):
+                self._in_validation = True
+            else:
+                self._first = self._first or f"vLLM: {found[1]}: {found[2]}"

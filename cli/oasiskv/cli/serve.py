@@ -1,0 +1,117 @@
+"""`oasiskv serve`: vLLM's OpenAI-compatible server with the backend on, planned and checked before anything loads."""
+
+import argparse
+import os
+import shlex
+import sys
+import time
+from collections.abc import Callable
+
+from oasiskv.cli.launch import DRAFTERS, Request, check_port, describe, environment, find_device, prepare
+from oasiskv.cli.server import Server, stopped_by_sigterm
+from oasiskv.core.config import LookaheadConfig
+
+_SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add `oasiskv serve`."""
+    parser = subparsers.add_parser(
+        "serve",
+        help="serve a model with vLLM's OpenAI-compatible server and the backend on",
+        usage="oasiskv serve MODEL [options] [any option of vllm serve]",
+        epilog="Options that are not listed here go to vLLM as they are; so give MODEL first.",
+        # An abbreviation of ours may be the name of one of vLLM's.
+        allow_abbrev=False,
+    )
+    parser.set_defaults(takes_rest=True, rest=[])
+    parser.add_argument("model", metavar="MODEL", help="a folder, smollm2-135m, or OWNER/NAME on Hugging Face")
+    budget = parser.add_mutually_exclusive_group()
+    budget.add_argument("--budget-tokens", type=int, help="tokens that stay resident per layer and KV head")
+    budget.add_argument("--budget-blocks", type=int, help="the same in blocks; default 128, or 1/8 of --max-model-len")
+    parser.add_argument("--host-memory", metavar="SIZE", help="host memory for KV of all workers, such as 64GiB")
+    parser.add_argument("--drafter", default="none", help=f"what looks ahead: {', '.join(DRAFTERS)}; default none")
+    known = ", ".join(LookaheadConfig.__dataclass_fields__)
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help=f"any setting of the backend: {known}"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print the plan and vLLM's command line, load nothing")
+    parser.add_argument("--verbose", action="store_true", help="show all of vLLM's log")
+    engine = parser.add_argument_group("options of vLLM that the plan depends on")
+    engine.add_argument("--host")
+    engine.add_argument("--port", type=int, default=8000)
+    engine.add_argument("--dtype", default="auto")
+    engine.add_argument("--block-size", "--block_size", type=int, default=16)
+    engine.add_argument("--max-model-len", "--max_model_len", type=count)
+    engine.add_argument("--max-num-seqs", "--max_num_seqs", type=count)
+    engine.add_argument("--tensor-parallel-size", "--tensor_parallel_size", "-tp", type=int, default=1)
+    engine.add_argument("--kv-cache-memory-bytes", "--kv_cache_memory_bytes", type=count)
+    engine.add_argument("--gpu-memory-utilization", "--gpu_memory_utilization", type=float, default=0.92)
+
+
+def count(text: str) -> int:
+    """Read a number as vLLM does: `8k` is 8,000, `8K` is 8,192."""
+    factor = _SUFFIXES.get(text[-1:], 1)
+    return int(float(text[:-1]) * factor) if factor > 1 else int(text)
+
+
+def request_of(args: argparse.Namespace) -> Request:
+    """Read the command line."""
+    space = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "")
+    from_environment = int(space) * 2**30 if space.isdigit() else None
+    return Request(
+        model=args.model,
+        budget_tokens=args.budget_tokens,
+        budget_blocks=args.budget_blocks,
+        host_memory=args.host_memory,
+        drafter=args.drafter,
+        settings=args.set,
+        host=args.host,
+        port=args.port,
+        dtype=args.dtype,
+        block_size=args.block_size,
+        max_model_len=args.max_model_len,
+        max_num_seqs=args.max_num_seqs,
+        num_workers=args.tensor_parallel_size,
+        engine_bytes=args.kv_cache_memory_bytes or from_environment,
+        utilization=args.gpu_memory_utilization,
+        rest=args.rest,
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until interrupted, or print the plan."""
+    device = find_device()
+    request = request_of(args)
+    launch = prepare(request, device, _say)
+    if args.dry_run:
+        print("\n".join(describe(launch)))
+        print(f"\n{shlex.join(['vllm', 'serve', launch.model.path, *launch.arguments])}")
+        return 0
+    if not any(flag.startswith("--uds") for flag in request.rest):
+        check_port(request.host, request.port)
+    _say("\n".join(describe(launch)[:4]))
+    show = _say if args.verbose else clock(_say)
+    child = environment(device, request.num_workers, os.environ)
+    with stopped_by_sigterm(), Server(launch.command(), child, show, is_verbose=args.verbose) as server:
+        try:
+            return server.wait()
+        except KeyboardInterrupt:
+            _say("stopping")
+            raise
+
+
+def clock(show: Callable[[str], None]) -> Callable[[str], None]:
+    """Put the seconds since now before every line that is shown until the server is ready."""
+    started, is_starting = time.monotonic(), True
+
+    def show_with_time(line: str) -> None:
+        nonlocal is_starting
+        show(f"[{time.monotonic() - started:4.0f} s] {line}" if is_starting else line)
+        is_starting = is_starting and line != "ready"
+
+    return show_with_time
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

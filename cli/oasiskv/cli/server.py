@@ -1,0 +1,178 @@
+"""A vLLM server as a child process: started, watched, its log made short, stopped with all of its processes.
+
+The child and everything it starts live in a session of their own, so that ctrl-C reaches this process alone and no
+process outlives it.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType
+from typing import Self
+
+from oasiskv.cli.log import LogReader
+from oasiskv.core.errors import OasisError, TransferTimeoutError
+
+Show = Callable[[str], None]
+
+STOP_TIMEOUT_S = 20.0
+"""Time that vLLM gets to stop its processes before they are killed."""
+
+KEPT_LINES = 40
+"""Last lines of the log that are shown when the server dies without a word that names the cause."""
+
+
+class ServerFailedError(OasisError):
+    """The server ended by itself; the message is the cause it gave."""
+
+
+class Server:
+    """One server; a context manager that stops it.
+
+    Args:
+        arguments: vLLM's flags.
+        environment: Of the child.
+        show: Receives the lines of the log that a person may want to see.
+        is_verbose: Show every line as it is.
+    """
+
+    def __init__(
+        self, arguments: Sequence[str], environment: Mapping[str, str], show: Show, *, is_verbose: bool = False
+    ) -> None:
+        """Prepare; nothing is started."""
+        self._arguments = list(arguments)
+        self._environment = dict(environment)
+        self._show = show
+        self._is_verbose = is_verbose
+        self._is_quiet = False
+        self._log = LogReader()
+        self._tail: deque[str] = deque(maxlen=KEPT_LINES)
+        self._process: subprocess.Popen[str] | None = None
+        self._reader: threading.Thread | None = None
+
+    def __enter__(self) -> Self:
+        """Start."""
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "oasiskv.cli.vllm_server", *self._arguments],
+            env=self._environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        self._reader = threading.Thread(target=self._read, args=(self._process,), name="vllm-log", daemon=True)
+        self._reader.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop."""
+        self.stop()
+
+    @property
+    def pid(self) -> int:
+        """Of the child, which is also the id of its session."""
+        assert self._process is not None
+        return self._process.pid
+
+    def wait_ready(self, timeout_s: float = 1800.0) -> None:
+        """Wait until it takes requests.
+
+        Raises:
+            ServerFailedError: it ended before.
+            TransferTimeoutError: it does neither.
+        """
+        assert self._process is not None
+        end = time.monotonic() + timeout_s
+        while not self._log.is_ready.wait(0.2):
+            if self._process.poll() is not None:
+                raise self._failure(self._process.returncode)
+            if time.monotonic() > end:
+                raise TransferTimeoutError(f"server: expected it to be ready in {timeout_s:.0f} s; see --verbose")
+
+    def wait(self) -> int:
+        """Wait until it ends by itself.
+
+        Raises:
+            ServerFailedError: it did not end well.
+        """
+        assert self._process is not None
+        if (code := self._process.wait()) != 0:
+            raise self._failure(code)
+        return code
+
+    def stop(self) -> None:
+        """End every process of it: politely, then at once; safe to call again."""
+        process = self._process
+        if process is None:
+            return
+        # How vLLM shuts down is of no interest, and the reason to stop was told before.
+        self._is_quiet = not self._is_verbose
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(STOP_TIMEOUT_S)
+        if not _wait_gone(process, 5.0):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            _wait_gone(process, 5.0)
+        if self._reader is not None:
+            self._reader.join(5.0)
+        assert process.stdout is not None
+        process.stdout.close()
+        self._process = None
+
+    def _read(self, process: "subprocess.Popen[str]") -> None:
+        assert process.stdout is not None
+        for raw in process.stdout:
+            line = raw.rstrip("\n")
+            self._tail.append(line)
+            shown = self._log.read(line)
+            if self._is_verbose:
+                self._show(line)
+            elif shown is not None and not self._is_quiet:
+                self._show(shown)
+
+    def _failure(self, code: int) -> ServerFailedError:
+        assert self._reader is not None
+        self._reader.join(5.0)
+        if self._log.cause is not None:
+            return ServerFailedError(self._log.cause)
+        tail = "\n".join(self._tail)
+        return ServerFailedError(f"the server ended with exit code {code}; its last words:\n{tail}")
+
+
+@contextlib.contextmanager
+def stopped_by_sigterm() -> Iterator[None]:
+    """Turn SIGTERM into `SystemExit`, so that what a `with` started is stopped by it."""
+
+    def leave(signum: int, frame: FrameType | None) -> None:
+        del frame
+        raise SystemExit(128 + signum)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _wait_gone(process: "subprocess.Popen[str]", timeout_s: float) -> bool:
+    """Say whether every process of the child's group is gone in time."""
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end:
+        process.poll()
+        try:
+            os.killpg(process.pid, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.05)
+    return False
