@@ -57,14 +57,10 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser = subparsers.add_parser("run", help="see a small model answer from a long text with the backend on")
     parser.add_argument("folder", nargs="?", metavar="MODEL", help="a folder or smollm2-135m, the default")
     parser.add_argument("--model", help="the same as MODEL")
-    parser.add_argument(
-        "--context", type=int, default=DEFAULT_CONTEXT, help="tokens in the prompt (%(default)s)"
-    )
+    parser.add_argument("--context", type=int, default=DEFAULT_CONTEXT, help="tokens in the prompt (%(default)s)")
     parser.add_argument("--budget-blocks", type=int, help="resident blocks; default an eighth of the context")
     parser.add_argument("--port", type=int, help="on loopback; default a free one")
-    parser.add_argument(
-        "--text", type=Path, help="text to hide the fact in; default: Ruth and Samuel"
-    )
+    parser.add_argument("--text", type=Path, help="text to hide the fact in; default: Ruth and Samuel")
     parser.add_argument("--keep", action="store_true", help="go on serving afterwards, until ctrl-C")
     parser.add_argument("--verbose", action="store_true", help="show all of vLLM's log")
 
