@@ -21,8 +21,8 @@ from oasiskv.cli.server import Server, stopped_by_sigterm
 from oasiskv.core.errors import ConfigError
 from oasiskv.core.needle import Needle, build_needle_prompt
 
-DEFAULT_CONTEXT = 6200
-"""Tokens of the prompt."""
+DEFAULT_CONTEXT = 6325
+"""Tokens of the prompt; with it SmolLM2 finds the fact densely and sparsely by a clear margin."""
 
 ANSWER_TOKENS = 48
 """Most tokens of an answer; a right one takes about 15."""
