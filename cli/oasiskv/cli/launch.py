@@ -10,8 +10,9 @@ import re
 import shutil
 import socket
 import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +81,16 @@ class Launch:
     """vLLM's, without the model."""
 
     def command(self) -> list[str]:
-        """Return vLLM's arguments with the model, for its API server."""
-        return ["--model", self.model.path, *self.arguments]
+        """Return the command line of the server's process."""
+        return [sys.executable, "-m", "oasiskv.cli.vllm_server", "--model", self.model.path, *self.arguments]
+
+    def engine_arguments(self) -> dict[str, Any]:
+        """Return what switches the backend on in an engine that has no server: arguments of vLLM's `LLM`."""
+        return {
+            "block_size": self.plan.pools.block_size,
+            "worker_cls": WORKERS[self.device],
+            "kv_transfer_config": _transfer_config(self.plan.config),
+        }
 
 
 def prepare(request: Request, device: str, report: Callable[[str], None]) -> Launch:
@@ -300,14 +309,7 @@ def _guess_engine_bytes(utilization: float, num_workers: int, weight_bytes: int 
 
 
 def _arguments(request: Request, plan: Plan, device: str, drafter: dict[str, Any] | None) -> list[str]:
-    pools, config = plan.pools, plan.config
-    changed = {
-        name: getattr(config, name)
-        for name in LookaheadConfig.__dataclass_fields__
-        if getattr(config, name) != LookaheadConfig.__dataclass_fields__[name].default
-    }
-    settings = {"budget_blocks": config.budget_blocks, "host_pool_bytes": config.host_pool_bytes, **changed}
-    transfer = {"kv_connector": "OasisKVConnector", "kv_role": "kv_both", "kv_connector_extra_config": settings}
+    pools = plan.pools
     arguments = ["--port", str(request.port)]
     if request.host is not None:
         arguments += ["--host", request.host]
@@ -322,10 +324,19 @@ def _arguments(request: Request, plan: Plan, device: str, drafter: dict[str, Any
     if request.utilization != DEFAULT_UTILIZATION:
         arguments += ["--gpu-memory-utilization", str(request.utilization)]
     arguments += ["--enforce-eager"] if device == "cpu" else ["--disable-cascade-attn"]
-    arguments += ["--worker-cls", WORKERS[device], "--kv-transfer-config", json.dumps(transfer)]
+    arguments += ["--worker-cls", WORKERS[device], "--kv-transfer-config", json.dumps(_transfer_config(plan.config))]
     if drafter is not None:
         arguments += ["--speculative-config", json.dumps(drafter)]
     return [*arguments, *request.rest]
+
+
+def _transfer_config(config: LookaheadConfig) -> dict[str, Any]:
+    """Return vLLM's `kv_transfer_config`, with the settings that are not at their defaults."""
+    settings = {"budget_blocks": config.budget_blocks, "host_pool_bytes": config.host_pool_bytes}
+    for setting in fields(LookaheadConfig):
+        if (value := getattr(config, setting.name)) != setting.default:
+            settings[setting.name] = value
+    return {"kv_connector": "OasisKVConnector", "kv_role": "kv_both", "kv_connector_extra_config": settings}
 
 
 def describe(launch: Launch) -> list[str]:

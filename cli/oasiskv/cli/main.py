@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Protocol
 
-from oasiskv.cli import bench, demo, doctor, model, serve
+from oasiskv.cli import bench, demo, doctor, evaluate, model, serve
 from oasiskv.core.errors import OasisError
 
 EXIT_ERROR = 2
@@ -35,6 +35,7 @@ COMMANDS: MappingProxyType[str, Command] = MappingProxyType(
     {
         "bench": bench,
         "doctor": doctor,
+        "eval": evaluate,
         "model": model,
         "run": demo,
         "serve": serve,

@@ -8,7 +8,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections import deque
@@ -24,6 +23,9 @@ Show = Callable[[str], None]
 STOP_TIMEOUT_S = 20.0
 """Time that vLLM gets to stop its processes before they are killed."""
 
+GONE_TIMEOUT_S = 5.0
+"""Time that the children of a server have to notice that it ended."""
+
 KEPT_LINES = 40
 """Last lines of the log that are shown when the server dies without a word that names the cause."""
 
@@ -36,17 +38,17 @@ class Server:
     """One server; a context manager that stops it.
 
     Args:
-        arguments: vLLM's flags.
+        command: The program and its arguments.
         environment: Of the child.
         show: Receives the lines of the log that a person may want to see.
         is_verbose: Show every line as it is.
     """
 
     def __init__(
-        self, arguments: Sequence[str], environment: Mapping[str, str], show: Show, *, is_verbose: bool = False
+        self, command: Sequence[str], environment: Mapping[str, str], show: Show, *, is_verbose: bool = False
     ) -> None:
         """Prepare; nothing is started."""
-        self._arguments = list(arguments)
+        self._command = list(command)
         self._environment = dict(environment)
         self._show = show
         self._is_verbose = is_verbose
@@ -59,7 +61,7 @@ class Server:
     def __enter__(self) -> Self:
         """Start."""
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "oasiskv.cli.vllm_server", *self._arguments],
+            self._command,
             env=self._environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -119,11 +121,11 @@ class Server:
             process.send_signal(signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(STOP_TIMEOUT_S)
-        if not _wait_gone(process, 5.0):
+        if not _wait_gone(process, GONE_TIMEOUT_S):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-            _wait_gone(process, 5.0)
+            _wait_gone(process, GONE_TIMEOUT_S)
         if self._reader is not None:
             self._reader.join(5.0)
         assert process.stdout is not None

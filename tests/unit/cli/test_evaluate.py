@@ -1,0 +1,63 @@
+"""The numbers of `oasiskv eval`, against a plain loop over steps and tokens."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from oasiskv.cli import evaluate
+from oasiskv.cli.evaluate import Score, compare, score
+
+
+def log_softmax(values: np.ndarray) -> np.ndarray:
+    return np.asarray(values - np.log(np.exp(values).sum(-1, keepdims=True)))
+
+
+def test_the_scores_equal_a_plain_loop_and_leave_out_the_first_step() -> None:
+    rng = np.random.default_rng(0)
+    dense, sparse = (log_softmax(rng.standard_normal((6, 11))) for _ in range(2))
+    tokens = [3, 0, 10, 4, 4, 7]
+    found = score([compare(dense, sparse, tokens)])
+    steps = range(1, 6)
+    agree = sum(int(dense[step].argmax() == sparse[step].argmax()) for step in steps) / 5
+    kl = sum(math.exp(a) * (a - b) for step in steps for a, b in zip(dense[step], sparse[step], strict=True)) / 5
+    assert found.dense_perplexity == pytest.approx(math.exp(-sum(dense[step][tokens[step]] for step in steps) / 5))
+    assert found.sparse_perplexity == pytest.approx(math.exp(-sum(sparse[step][tokens[step]] for step in steps) / 5))
+    assert (found.agreement, found.kl_divergence) == (pytest.approx(agree), pytest.approx(kl))
+
+
+def test_equal_runs_agree_wholly() -> None:
+    dense = log_softmax(np.random.default_rng(1).standard_normal((4, 5)))
+    found = score([compare(dense, dense, [0, 1, 2, 3])])
+    assert found == Score(
+        dense_perplexity=found.dense_perplexity,
+        sparse_perplexity=found.dense_perplexity,
+        agreement=1.0,
+        kl_divergence=0.0,
+    )
+
+
+def test_windows_count_by_their_steps() -> None:
+    surprise = [(np.zeros(1), np.zeros(1), np.array([True]), np.zeros(1))]
+    surprise += [(np.ones(3), np.ones(3), np.array([False] * 3), np.ones(3))]
+    found = score(surprise)
+    assert (found.agreement, found.kl_divergence) == (0.25, 0.75)
+    assert found.dense_perplexity == pytest.approx(math.exp(0.75))
+
+
+def test_windows_are_spread_from_the_beginning_of_the_text_to_its_end(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Tokenizer:
+        def __call__(self, text: str) -> "Tokenizer":
+            self.input_ids = [int(word) for word in text.split()]
+            return self
+
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda *args, **kwargs: Tokenizer())
+    path = tmp_path / "text"
+    path.write_text(" ".join(map(str, range(100))))
+    windows = evaluate.make_windows("model", path, context=10, steps=5, windows=3)
+    assert [window.token_ids[0] for window in windows] == [0, 42, 85]
+    assert windows[-1].forced == [95, 96, 97, 98, 99]
+    assert all(len(window.token_ids) == 10 for window in windows)

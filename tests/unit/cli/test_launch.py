@@ -1,0 +1,230 @@
+"""From a command line to a server that can start, or to one line that names what is wrong; nothing is loaded."""
+
+import argparse
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from oasiskv.cli import launch, main, serve
+from oasiskv.cli.launch import Launch, Request, environment, find_model, free_port, prepare
+from oasiskv.core.errors import ConfigError
+
+CONFIG = {
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 4096,
+    "torch_dtype": "bfloat16",
+}
+BLOCK_BYTES = 2 * 2 * 16 * 2 * 64 * 2
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "model.safetensors").write_bytes(bytes(1000))
+    return tmp_path
+
+
+def ignore(line: str) -> None:
+    del line
+
+
+def make(folder: Path, device: str = "cpu", **changes: Any) -> Launch:
+    return prepare(Request(model=str(folder), **changes), device, ignore)
+
+
+def flag(made: Launch, name: str) -> str:
+    return made.arguments[made.arguments.index(name) + 1]
+
+
+def settings(made: Launch) -> dict[str, Any]:
+    transfer = json.loads(flag(made, "--kv-transfer-config"))
+    assert (transfer["kv_connector"], transfer["kv_role"]) == ("OasisKVConnector", "kv_both")
+    return dict(transfer["kv_connector_extra_config"])
+
+
+def test_the_defaults_fit_the_model_and_the_device(folder: Path) -> None:
+    made = make(folder)
+    assert settings(made) == {"budget_blocks": 32, "host_pool_bytes": 4 * 257 * BLOCK_BYTES}
+    assert flag(made, "--max-model-len") == "4096"
+    assert flag(made, "--dtype") == "bfloat16"
+    assert flag(made, "--worker-cls") == "oasiskv.engine.vllm.cpu.Worker"
+    assert "--enforce-eager" in made.arguments
+    cuda = make(folder, "cuda")
+    assert flag(cuda, "--worker-cls") == "oasiskv.engine.vllm.cuda.Worker"
+    assert flag(cuda, "--max-num-seqs") == "256"
+    assert "--disable-cascade-attn" in cuda.arguments
+    assert "--kv-cache-memory-bytes" not in cuda.arguments
+
+
+def test_settings_are_read_as_json_or_as_text(folder: Path) -> None:
+    made = make(folder, budget_tokens=100, host_memory="1GiB", settings=["summary=mid", "score_alpha=0", "min_cap=2"])
+    assert settings(made) == {
+        "budget_blocks": 7,
+        "host_pool_bytes": 2**30,
+        "summary": "mid",
+        "score_alpha": 0,
+        "min_cap": 2,
+    }
+
+
+def test_host_memory_is_shared_by_the_workers(folder: Path) -> None:
+    made = make(folder, num_workers=2, host_memory="1GiB")
+    assert settings(made)["host_pool_bytes"] == 2**29
+    assert flag(made, "--tensor-parallel-size") == "2"
+
+
+def test_a_drafter_becomes_a_speculative_config_and_its_layers_count(folder: Path, tmp_path: Path) -> None:
+    drafter = tmp_path / "drafter"
+    drafter.mkdir()
+    (drafter / "config.json").write_text(json.dumps({"num_hidden_layers": 1}))
+    made = make(folder, drafter=f"eagle3:{drafter}")
+    assert json.loads(flag(made, "--speculative-config")) == {
+        "method": "eagle3",
+        "model": str(drafter),
+        "num_speculative_tokens": 1,
+    }
+    assert made.plan.pools.shape.num_layers == 3
+    assert json.loads(flag(make(folder, drafter="ngram"), "--speculative-config"))["num_speculative_tokens"] == 1
+
+
+def test_flags_for_vllm_come_last_and_unchanged(folder: Path) -> None:
+    assert make(folder, rest=["--api-key", "x y"]).arguments[-2:] == ["--api-key", "x y"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"budget_blocks": 0}, "^budget_blocks: expected an integer of at least 1, got 0"),
+        ({"budget_blocks": 1}, "^sink_blocks: "),
+        ({"budget_tokens": 0}, "^--budget-tokens: "),
+        ({"budget_tokens": 8, "budget_blocks": 8}, "^--budget-blocks: .*--budget-tokens"),
+        ({"host_memory": "much"}, "^--host-memory: expected bytes"),
+        ({"host_memory": "1MiB"}, "^--host-memory: expected at least 4.0 MiB"),
+        (
+            {"host_memory": "3GiB", "settings": ["host_limit_bytes=1GiB"]},
+            r"^host_pool_bytes: 3.0 GiB \+ .* for the engine's KV cache \+ .* = 3.0 GiB exceed the limit 1.0 GiB",
+        ),
+        ({"max_model_len": 5000}, "^--max-model-len: expected at most 4096"),
+        ({"max_model_len": 0}, "^--max-model-len: expected at least 1, got 0"),
+        ({"max_num_seqs": 0}, "^--max-num-seqs: expected at least 1"),
+        ({"engine_bytes": 1000}, "^--kv-cache-memory-bytes: expected at least"),
+        ({"block_size": 24}, "^--block-size: expected a multiple of 16, got 24"),
+        ({"dtype": "int3"}, "^--dtype: expected auto or one of"),
+        ({"drafter": "medusa:x"}, "^--drafter: expected one of none, ngram"),
+        ({"drafter": "eagle3:"}, "^--drafter: "),
+        ({"settings": ["nonsense=1"]}, "^nonsense: unknown setting; known are budget_blocks"),
+        ({"settings": ["nonsense"]}, "^--set: expected name=value"),
+        ({"rest": ["--worker-cls=a.B"]}, "^--worker-cls: expected it to be left"),
+        ({"rest": ["--kv_transfer_config", "{}"]}, "^--kv-transfer-config: .*use --set"),
+    ],
+)
+def test_a_wrong_setting_is_refused_by_its_name(folder: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make(folder, **changes)
+
+
+@pytest.mark.parametrize("name", ["no-such-model", "/no/such/folder", "./none", "a/b/c"])
+def test_an_absent_model_is_refused_without_asking_the_network(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"^MODEL: expected a folder, .*, got {name}$"):
+        find_model(name, ignore)
+
+
+def test_a_folder_without_a_configuration_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^MODEL: expected a folder with a config\.json"):
+        find_model(str(tmp_path), ignore)
+
+
+def test_a_taken_port_is_refused_and_a_free_one_is_not() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"^--port: expected a free port, got {port} on 127.0.0.1"):
+            launch.check_port("127.0.0.1", port)
+    launch.check_port("127.0.0.1", free_port())
+
+
+def test_the_environment_leaves_alone_what_the_user_set() -> None:
+    chosen = environment("cpu", 1, {"OMP_NUM_THREADS": "7", "VLLM_CPU_KVCACHE_SPACE": "40"})
+    assert chosen["OMP_NUM_THREADS"] == "7"
+    assert chosen["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    assert "VLLM_CPU_KVCACHE_SPACE" not in chosen
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in environment("cuda", 1, {})
+
+
+def test_the_command_line_splits_our_options_from_those_of_vllm() -> None:
+    parser = main.build_parser()
+    line = ["serve", "m", "--max_model_len", "8k", "--host", "h", "--api-key", "k", "--budget-blocks", "9", "-tp", "2"]
+    args, rest = parser.parse_known_args(line)
+    args.rest = rest
+    request = serve.request_of(args)
+    assert request.rest == ["--api-key", "k"]
+    assert (request.max_model_len, request.host, request.budget_blocks, request.num_workers) == (8000, "h", 9, 2)
+
+
+@pytest.mark.parametrize(("text", "value"), [("12", 12), ("8k", 8000), ("8K", 8192), ("1.5G", 3 * 2**29)])
+def test_counts_are_read_as_vllm_reads_them(text: str, value: int) -> None:
+    assert serve.count(text) == value
+
+
+def test_a_word_is_no_count() -> None:
+    with pytest.raises(ValueError, match="many"):
+        serve.count("many")
+
+
+def test_the_dry_run_prints_plan_and_command_without_importing_torch(folder: Path) -> None:
+    code = (
+        "import sys; from oasiskv.cli.main import main; code = main(sys.argv[1:]); "
+        "assert not {'torch', 'vllm', 'transformers'} & set(sys.modules); sys.exit(code)"
+    )
+    command = [sys.executable, "-c", code, "serve", str(folder), "--dry-run", "--some-flag"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[-1].startswith(f"vllm serve {folder} --port 8000 ")
+    assert done.stdout.splitlines()[-1].endswith(" --some-flag")
+    assert "4,096        256          48" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["serve", "{folder}", "--port", "{taken}"], "error: --port: expected a free port, got {taken}"),
+        (["serve", "{folder}", "--budget-blocks", "0"], "error: budget_blocks: expected an integer of at least 1"),
+        (["serve", "nowhere"], "error: MODEL: expected a folder"),
+        (["run", "nowhere"], "error: MODEL: expected a folder"),
+        (["run", "{folder}", "--context", "100"], "error: --context: expected at least 256, got 100"),
+        (["run", "{folder}", "--context", "9000"], "error: --max-model-len: expected at most 4096"),
+        (["eval", "quick", "--windows", "0"], "error: --windows: expected at least 1, got 0"),
+        (["doctor", "--flag"], "oasiskv: error: unrecognized arguments: --flag"),
+    ],
+)
+def test_bad_input_ends_with_code_2_and_one_line(
+    arguments: list[str], line: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("serve", "demo", "evaluate"):
+        monkeypatch.setattr(f"oasiskv.cli.{module}.find_device", lambda: "cpu")
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        values = {"folder": folder, "taken": taken.getsockname()[1]}
+        code: object
+        try:
+            code = main.main([argument.format(**values) for argument in arguments])
+        except SystemExit as exit_:
+            code = exit_.code
+    assert code == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith(line.format(**values))
+
+
+def test_the_parser_of_serve_takes_no_abbreviation() -> None:
+    args, rest = main.build_parser().parse_known_args(["serve", "m", "--budget", "3"])
+    assert isinstance(args, argparse.Namespace)
+    assert rest == ["--budget", "3"]

@@ -1,0 +1,113 @@
+"""A child process that is no vLLM but behaves like one: its log, its children, its end."""
+
+import os
+import signal
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from oasiskv.cli.server import Server, ServerFailedError, stopped_by_sigterm
+
+READY = 'print("INFO:     Application startup complete.", flush=True)'
+
+
+def make_server(tmp_path: Path, code: str, shown: list[str] | None = None, *, is_verbose: bool = False) -> Server:
+    script = tmp_path / "server.py"
+    script.write_text(textwrap.dedent(code))
+    show = (shown if shown is not None else []).append
+    return Server([sys.executable, str(script)], dict(os.environ), show, is_verbose=is_verbose)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def test_the_log_is_shown_short_and_verbose_shows_all_of_it(tmp_path: Path) -> None:
+    code = f"print('noise')\n{READY}\nimport time\ntime.sleep(60)"
+    shown: list[str] = []
+    with make_server(tmp_path, code, shown) as server:
+        server.wait_ready()
+    assert shown == ["ready"]
+    with make_server(tmp_path, code, shown, is_verbose=True) as server:
+        server.wait_ready()
+    assert shown[1:3] == ["noise", "INFO:     Application startup complete."]
+
+
+def test_a_server_that_dies_while_loading_tells_the_cause(tmp_path: Path) -> None:
+    code = "import sys\nprint('oasiskv.core.errors.ConfigError: budget_blocks: wrong')\nsys.exit(1)"
+    with make_server(tmp_path, code) as server, pytest.raises(ServerFailedError, match=r"^budget_blocks: wrong$"):
+        server.wait_ready()
+
+
+def test_a_server_that_dies_without_a_cause_leaves_its_last_words(tmp_path: Path) -> None:
+    server = make_server(tmp_path, "print('killed by nobody')\nraise SystemExit(9)")
+    with server, pytest.raises(ServerFailedError, match=r"exit code 9(.|\n)*killed by nobody"):
+        server.wait()
+
+
+def test_a_server_that_ends_well_is_no_failure(tmp_path: Path) -> None:
+    with make_server(tmp_path, READY) as server:
+        assert server.wait() == 0
+
+
+def test_stopping_leaves_no_process_of_it_even_if_they_ignore_signals(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("oasiskv.cli.server.STOP_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("oasiskv.cli.server.GONE_TIMEOUT_S", 0.5)
+    code = f"""
+        import signal, subprocess, sys, time
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        print("INFO 11-30 00:00:01 [a.py:1] Host memory for KV:", child.pid, flush=True)
+        {READY}
+        time.sleep(60)
+    """
+    shown: list[str] = []
+    with make_server(tmp_path, code, shown) as server:
+        server.wait_ready()
+        pids = [server.pid, int(shown[0].split()[-1])]
+        assert all(is_alive(pid) for pid in pids)
+    assert not any(is_alive(pid) for pid in pids)
+
+
+def test_a_server_is_asked_once_and_has_time_to_stop(tmp_path: Path) -> None:
+    code = f"""
+        import signal, sys, time
+        from pathlib import Path
+        def leave(number, frame):
+            Path({str(tmp_path / "signals")!r}).open("a").write(f"{{number}} ")
+            time.sleep(0.3)
+            sys.exit(0)
+        signal.signal(signal.SIGINT, leave)
+        {READY}
+        time.sleep(60)
+    """
+    with make_server(tmp_path, code) as server:
+        server.wait_ready()
+    assert (tmp_path / "signals").read_text() == f"{int(signal.SIGINT)} "
+
+
+def test_sigterm_leaves_through_every_with_and_is_restored() -> None:
+    before, left = signal.getsignal(signal.SIGTERM), []
+
+    def work() -> None:
+        with stopped_by_sigterm():
+            try:
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(1)
+            finally:
+                left.append(True)
+
+    with pytest.raises(SystemExit) as exit_:
+        work()
+    assert (exit_.value.code, left) == (143, [True])
+    assert signal.getsignal(signal.SIGTERM) is before
