@@ -90,7 +90,8 @@ def run(args: argparse.Namespace) -> int:
                 # On a CPU stock vLLM answers while the server starts, which keeps one core busy at most.
                 _say("waiting for the answer of stock vLLM, which has everything resident")
                 reference = _reference(dense)
-            print(f"\nQuestion: {question.needle.question}\nAnswer:   ", end="", flush=True)
+            _say(f"reading {len(question.token_ids):,} tokens before the first word of the answer")
+            print(f"\n{question.needle.question}\nAnswer: ", end="", flush=True)
             before = read_metrics(request.port)
             answer = _ask(request.port, question)
             after = read_metrics(request.port)
@@ -188,7 +189,7 @@ def _request(name: str, args: argparse.Namespace) -> Request:
         max_num_seqs=2,
         host="127.0.0.1",
         port=args.port if args.port is not None else free_port(),
-        rest=["--served-model-name", "demo"],
+        rest=["--served-model-name", "demo", "--disable-uvicorn-access-log"],
     )
 
 

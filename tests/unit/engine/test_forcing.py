@@ -15,16 +15,17 @@ def make(**changes: Any) -> BatchUpdate:
     return BatchUpdate(**{"batch_size": 3, "removed": [], "added": [], "moved": [], **changes})
 
 
-def added(
-    index: int, name: str, tokens: list[int], output: list[int]
-) -> tuple[int, SamplingParams, list[int], list[int]]:
+Added = tuple[int, SamplingParams, list[int], list[int]]
+
+
+def added(index: int, name: str, tokens: list[int], output: list[int]) -> Added:
     extra = {forcing.FORCED_TOKENS: tokens, forcing.FORCED_NAME: name}
     return index, SamplingParams(extra_args=extra), [], output
 
 
 def test_each_step_is_kept_and_only_the_forced_token_stays_possible() -> None:
     processor, output = forcing.ForceTokens(None, CPU, False), list[int]()
-    plain: tuple[int, SamplingParams, list[int], list[int]] = (1, SamplingParams(), [], [])
+    plain: Added = (1, SamplingParams(), [], [])
     processor.update_state(make(added=[added(0, "keeps", [4, 2], output), plain]))
     steps = [torch.randn(2, 6, generator=torch.Generator().manual_seed(step)) for step in range(2)]
     for step, logits in enumerate(steps):
