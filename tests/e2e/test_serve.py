@@ -128,6 +128,7 @@ def check_metrics(metrics: dict[str, float], answer: Answer) -> None:
     assert number["finished_engine_blocks_total"] == BUDGET_BLOCKS + pages + 1
     assert number["engine_blocks_held"] == number["host_blocks_held"] == 0
     assert number["host_blocks"] > 0
+    assert (number["budget_blocks"], number["cap_blocks"]) == (BUDGET_BLOCKS, 4)
 
 
 @pytest.mark.parametrize(

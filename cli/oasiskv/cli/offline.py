@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from oasiskv.cli.log import LogReader
-from oasiskv.cli.server import ServerFailedError
+from oasiskv.core.errors import EngineFailedError
 
 
 @dataclass(slots=True, kw_only=True)
@@ -102,13 +102,13 @@ class Offline:
         """Wait for the results.
 
         Raises:
-            ServerFailedError: the engine failed; the message is the cause it gave.
+            EngineFailedError: the engine failed; the message is the cause it gave.
         """
         assert self._process is not None
         if (code := self._process.wait()) != 0:
             self._reader.join(5.0)
             tail = "\n".join(self._tail)
-            raise ServerFailedError(self._log.cause or f"the engine ended with exit code {code}; last words:\n{tail}")
+            raise EngineFailedError(self._log.cause or f"the engine ended with exit code {code}; last words:\n{tail}")
         content = json.loads(Path(self._folder.name, "results.json").read_text())
         return Results(
             results=[Result(**result) for result in content["results"]],

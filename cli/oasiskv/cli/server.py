@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Self
 
 from oasiskv.cli.log import LogReader
-from oasiskv.core.errors import OasisError, TransferTimeoutError
+from oasiskv.core.errors import EngineFailedError, TransferTimeoutError
 
 Show = Callable[[str], None]
 
@@ -28,10 +28,6 @@ GONE_TIMEOUT_S = 5.0
 
 KEPT_LINES = 40
 """Last lines of the log that are shown when the server dies without a word that names the cause."""
-
-
-class ServerFailedError(OasisError):
-    """The server ended by itself; the message is the cause it gave."""
 
 
 class Server:
@@ -88,7 +84,7 @@ class Server:
         """Wait until it takes requests.
 
         Raises:
-            ServerFailedError: it ended before.
+            EngineFailedError: it ended before.
             TransferTimeoutError: it does neither.
         """
         assert self._process is not None
@@ -103,7 +99,7 @@ class Server:
         """Wait until it ends by itself.
 
         Raises:
-            ServerFailedError: it did not end well.
+            EngineFailedError: it did not end well.
         """
         assert self._process is not None
         if (code := self._process.wait()) != 0:
@@ -143,13 +139,13 @@ class Server:
             elif shown is not None and not self._is_quiet:
                 self._show(shown)
 
-    def _failure(self, code: int) -> ServerFailedError:
+    def _failure(self, code: int) -> EngineFailedError:
         assert self._reader is not None
         self._reader.join(5.0)
         if self._log.cause is not None:
-            return ServerFailedError(self._log.cause)
+            return EngineFailedError(self._log.cause)
         tail = "\n".join(self._tail)
-        return ServerFailedError(f"the server ended with exit code {code}; its last words:\n{tail}")
+        return EngineFailedError(f"the server ended with exit code {code}; its last words:\n{tail}")
 
 
 @contextlib.contextmanager

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from oasiskv.cli.server import Server, ServerFailedError, stopped_by_sigterm
+from oasiskv.cli.server import Server, stopped_by_sigterm
+from oasiskv.core.errors import EngineFailedError
 
 READY = 'print("INFO:     Application startup complete.", flush=True)'
 
@@ -42,13 +43,13 @@ def test_the_log_is_shown_short_and_verbose_shows_all_of_it(tmp_path: Path) -> N
 
 def test_a_server_that_dies_while_loading_tells_the_cause(tmp_path: Path) -> None:
     code = "import sys\nprint('oasiskv.core.errors.ConfigError: budget_blocks: wrong')\nsys.exit(1)"
-    with make_server(tmp_path, code) as server, pytest.raises(ServerFailedError, match=r"^budget_blocks: wrong$"):
+    with make_server(tmp_path, code) as server, pytest.raises(EngineFailedError, match=r"^budget_blocks: wrong$"):
         server.wait_ready()
 
 
 def test_a_server_that_dies_without_a_cause_leaves_its_last_words(tmp_path: Path) -> None:
     server = make_server(tmp_path, "print('killed by nobody')\nraise SystemExit(9)")
-    with server, pytest.raises(ServerFailedError, match=r"exit code 9(.|\n)*killed by nobody"):
+    with server, pytest.raises(EngineFailedError, match=r"exit code 9(.|\n)*killed by nobody"):
         server.wait()
 
 

@@ -188,6 +188,9 @@ class OasisKVConnector(KVConnectorBase_V1, SupportsHMA):
         return LookaheadStats.of(
             {"dense_steps": dense_steps, **finished},
             {
+                "budget_blocks": self._config.budget_blocks,
+                "cap_blocks": self._config.cap,
+                "engine_blocks": self._pool.num_gpu_blocks - 1,
                 "engine_blocks_held": self._pool.num_gpu_blocks - 1 - self._pool.get_num_free_blocks(),
                 "host_blocks_held": self._host.num_blocks - self._host.num_free,
                 "host_blocks": self._host.num_blocks,

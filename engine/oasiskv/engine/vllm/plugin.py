@@ -4,6 +4,8 @@ A server without OasisKV's connector in its configuration runs stock vLLM. What 
 the worker class, see `worker`.
 """
 
+import logging
+
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 from oasiskv.engine.vllm import manager
@@ -19,4 +21,13 @@ def register() -> None:
         return
     KVConnectorFactory.register_connector(CONNECTOR, "oasiskv.engine.vllm.connector", CONNECTOR)
     manager.install()
+    _share_log()
     _is_registered = True
+
+
+def _share_log() -> None:
+    """Send what OasisKV logs where vLLM's own log goes, at the same level."""
+    ours, theirs = logging.getLogger("oasiskv"), logging.getLogger("vllm")
+    ours.setLevel(theirs.level)
+    for handler in theirs.handlers:
+        ours.addHandler(handler)

@@ -35,6 +35,9 @@ COUNTERS: dict[str, tuple[str, str]] = {
 """Counted name: (metric name, help). Metrics are called `oasiskv_<name>_total`."""
 
 GAUGES: dict[str, str] = {
+    "budget_blocks": "Resident blocks of a sparse request per layer and KV head (configured).",
+    "cap_blocks": "Blocks that a KV head may fetch per step (in force).",
+    "engine_blocks": "Blocks of the engine's KV cache in all.",
     "engine_blocks_held": "Blocks of the engine's KV cache in use.",
     "host_blocks_held": "Host blocks that requests hold.",
     "host_blocks": "Host blocks in all.",
