@@ -74,6 +74,8 @@ class Runtime:
         self._sparse: set[str] = set()
         self._commands = StepCommands()
         self._step = 0
+        # Rows of each layer's last background; behind them its plan is that of an earlier step.
+        self._num_submitted = [0] * shape.num_layers
         self._plan: StepPlan | None = None
 
     @property
@@ -151,9 +153,8 @@ class Runtime:
         assert plan is not None
         started = time.perf_counter()
         if self._pipeline.wait(layer):
-            self.counters.add_late(
-                layer, int((self.sets.plan[layer, ..., 0] >= 0).sum()), time.perf_counter() - started
-            )
+            fetched = self.sets.plan[layer, : self._num_submitted[layer], ..., 0] >= 0
+            self.counters.add_late(layer, int(fetched.sum()), time.perf_counter() - started)
         sets = self.sets
         if self._settled_event is None:
             self._settled_counters[layer] = sets.counters[layer]
@@ -192,6 +193,7 @@ class Runtime:
         plan = self._plan
         assert plan is not None
         if self._has_work(plan):
+            self._num_submitted[layer] = len(plan.rows)
             self._pipeline.submit(layer, self._background(layer, len(plan.rows)))
 
     def end_pass(self) -> None:

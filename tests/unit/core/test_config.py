@@ -1,0 +1,95 @@
+"""What `LookaheadConfig` accepts; `engine.vllm.settings` reads the same names from vLLM's configuration."""
+
+from dataclasses import FrozenInstanceError, fields
+from typing import Any
+
+import pytest
+
+from oasiskv.core.config import LookaheadConfig, parse_bytes
+from oasiskv.core.errors import ConfigError
+
+NAN = float("nan")
+BAD: dict[str, list[Any]] = {
+    "budget_blocks": [0, -1, 1.0, "8", None, True],
+    "fetch_ratio": [-0.1, 1.1, NAN, "0.05", None, True],
+    "min_cap": [0, -4, 4.0, "4", None, False],
+    "score_alpha": [-0.25, 1.01, NAN, "1", None, False],
+    "summary": ["max", "", None, 1, []],
+    "group_reduction": ["mean", None, 0],
+    "sink_blocks": [-1, 1.0, "1", None, True, 128, 200],
+    "host_pool_bytes": [0, -1, "0", "1.5 gib", "GiB", "", "1 GiB GiB", True, None, [], 0.25],
+    "host_backing": ["pinned", None],
+    "host_limit_bytes": [0, "-1GiB", "lots", False],
+    "debug_verify": ["yes", None, 2],
+    "debug_hold_layers": [-1, 1.5, "1", True],
+    "debug_poison": ["no", None, 2],
+}
+
+
+def test_every_field_has_bad_values_here() -> None:
+    assert BAD.keys() == {field.name for field in fields(LookaheadConfig)}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in BAD.items() for value in values])
+def test_a_bad_value_is_refused_with_the_name_of_its_field(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"^{name}: expected .*got"):
+        LookaheadConfig.from_mapping({name: value})
+
+
+def test_the_defaults_are_those_of_the_design() -> None:
+    config = LookaheadConfig()
+    assert (config.budget_blocks, config.cap, config.sink_blocks, config.score_alpha) == (128, 6, 1, 0.25)
+
+
+@pytest.mark.parametrize(
+    ("budget_blocks", "fetch_ratio", "min_cap", "cap"),
+    [
+        (128, 0.05, 4, 6),
+        (128, 0.05, 7, 7),
+        (16, 0.05, 4, 4),
+        (3, 0.05, 4, 3),
+        (8, 0, 1, 1),
+        (8, 1, 1, 8),
+        (9, 0.5, 1, 4),
+    ],
+)
+def test_the_cap_is_a_share_of_the_budget_between_the_floor_and_the_budget(
+    budget_blocks: int, fetch_ratio: float, min_cap: int, cap: int
+) -> None:
+    config = LookaheadConfig(budget_blocks=budget_blocks, fetch_ratio=fetch_ratio, min_cap=min_cap)
+    assert config.cap == cap
+
+
+def test_sinks_leave_room_for_at_least_one_block_that_may_go() -> None:
+    assert LookaheadConfig(budget_blocks=4, sink_blocks=3).sink_blocks == 3
+    with pytest.raises(ConfigError, match=r"^sink_blocks: expected fewer than budget_blocks \(4\), got 4"):
+        LookaheadConfig(budget_blocks=4, sink_blocks=4)
+
+
+def test_midpoint_summaries_know_no_half_width() -> None:
+    assert LookaheadConfig(summary="mid", score_alpha=0).summary == "mid"
+    with pytest.raises(ConfigError, match=r"^score_alpha: expected 0 with summary 'mid', got 0.25"):
+        LookaheadConfig(summary="mid")
+
+
+def test_an_unknown_setting_is_refused_and_the_known_ones_are_listed() -> None:
+    with pytest.raises(ConfigError, match=r"^budget: unknown setting; known are budget_blocks, .*debug_poison"):
+        LookaheadConfig.from_mapping({"budget": 8})
+
+
+def test_a_config_does_not_change() -> None:
+    with pytest.raises(FrozenInstanceError):
+        LookaheadConfig().min_cap = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("value", "num_bytes"),
+    [(1, 1), ("1", 1), ("1KiB", 1024), ("1KB", 1000), (" 1.5 GiB ", 3 * 2**29), ("2TB", 2 * 10**12), ("0.5MiB", 2**19)],
+)
+def test_bytes_are_numbers_or_text_with_a_unit(value: int | str, num_bytes: int) -> None:
+    assert parse_bytes(value, "host_pool_bytes") == num_bytes
+    assert LookaheadConfig.from_mapping({"host_pool_bytes": value}).host_pool_bytes == num_bytes
+
+
+def test_no_host_limit_means_that_of_the_control_group() -> None:
+    assert LookaheadConfig(host_limit_bytes=None).host_limit_bytes is None

@@ -1,0 +1,267 @@
+"""When a request becomes sparse and what it gives back; `Engine` is vLLM's scheduler reduced to the calls it makes."""
+
+from collections.abc import Iterable
+
+import pytest
+
+from oasiskv.core.commands import StepCommands
+from oasiskv.core.errors import PoolExhaustedError
+from oasiskv.core.host_blocks import HostBlockManager
+from oasiskv.core.layout import SparseLayout
+from oasiskv.core.ledger import RequestLedger
+
+BLOCK = 4
+LAYOUT = SparseLayout(budget_blocks=3, rows_per_page=4)
+LEAST = LAYOUT.least_complete
+
+
+class Engine:
+    """One step at a time: what was processed, what runs, what the ledger orders and gives back."""
+
+    def __init__(self, num_host_blocks: int = 128) -> None:
+        self.host = HostBlockManager(num_host_blocks)
+        self.ledger = RequestLedger(LAYOUT, BLOCK, self.host)
+        self.tables: dict[str, list[bool]] = {}
+        """By request: whether each block table entry is still held."""
+
+    def admit(self, request_id: str, num_tokens: int, max_tokens: int = 10_000) -> None:
+        self.ledger.expect(request_id, max_tokens)
+        self.ledger.admit(request_id, num_tokens)
+        self.tables[request_id] = []
+
+    def step(
+        self,
+        processed: dict[str, int],
+        *,
+        runs: Iterable[str] | None = None,
+        released: Iterable[str] = (),
+        new: int = 2,
+    ) -> StepCommands:
+        """Allocate for every request in `processed`; those in `runs`, by default all, are scheduled."""
+        self.ledger.start_step()
+        for request_id, num_processed in processed.items():
+            self.give_back(request_id, num_processed)
+        scheduled = set(processed if runs is None else runs)
+        for request_id in scheduled:
+            num_tokens = processed[request_id] + new
+            self.ledger.grow(request_id, num_tokens)
+            table = self.tables[request_id]
+            table += [True] * (-(-num_tokens // BLOCK) - len(table))
+        return self.ledger.take_commands(scheduled, set(released))
+
+    def give_back(self, request_id: str, num_processed: int) -> list[int]:
+        freed = []
+        for entry in self.ledger.advance(request_id, num_processed):
+            if not self.ledger.is_page(request_id, entry):
+                assert self.tables[request_id][entry], f"entry {entry} was given back twice"
+                self.tables[request_id][entry] = False
+                freed.append(entry)
+        return freed
+
+    def held(self, request_id: str) -> list[int]:
+        return [entry for entry, is_held in enumerate(self.tables[request_id]) if is_held]
+
+
+def switched(num_tokens: int) -> Engine:
+    """Return an engine in which request `a`, of so many prompt tokens, was told to switch in the last step."""
+    engine = Engine()
+    engine.admit("a", num_tokens)
+    engine.step({"a": 0}, new=num_tokens)
+    commands = engine.step({"a": num_tokens})
+    assert commands.switch == {"a": num_tokens // BLOCK}
+    return engine
+
+
+def test_a_request_that_fits_stays_dense_until_the_pages_have_a_place() -> None:
+    engine = Engine()
+    engine.admit("a", 1)
+    engine.step({"a": 0}, new=1)
+    for num_tokens in range(1, LEAST * BLOCK):
+        assert engine.step({"a": num_tokens}).switch == {}
+        assert engine.ledger.num_dense_decodes({"a"}) == 1
+    assert engine.step({"a": LEAST * BLOCK}).switch == {"a": LEAST}
+    assert engine.ledger.is_sparse("a")
+    assert engine.ledger.num_dense_decodes({"a"}) == 0
+
+
+def test_a_prompt_is_not_switched_before_all_of_it_was_processed() -> None:
+    engine = Engine()
+    engine.admit("a", 60)
+    engine.step({"a": 0}, new=40)
+    assert engine.step({"a": 40}, new=20).switch == {}
+    assert engine.step({"a": 59}, new=1).switch == {}
+    assert engine.step({"a": 60}).switch == {"a": 15}
+
+
+def test_a_request_is_told_to_switch_once_and_only_in_a_step_it_runs_in() -> None:
+    engine = Engine()
+    engine.admit("a", 60)
+    engine.admit("b", 8)
+    engine.step({"a": 0, "b": 0}, new=60)
+    assert engine.step({"a": 60, "b": 8}, runs=["b"]).switch == {}
+    assert not engine.ledger.is_sparse("a")
+    assert engine.step({"a": 60, "b": 9}).switch == {"a": 15}
+    assert engine.step({"a": 61, "b": 10}).switch == {}
+
+
+def test_every_final_block_is_stored_once_while_dense_and_none_after_the_switch() -> None:
+    engine = Engine()
+    engine.admit("a", 10)
+    stored: list[int] = []
+    for num_processed in [0, 6, 10, 11, 12, 14, LEAST * BLOCK + 1, LEAST * BLOCK + 9]:
+        commands = engine.step({"a": num_processed}, new=9)
+        first, end = commands.store.get("a", (0, 0))
+        stored += range(first, end)
+        assert end <= num_processed // BLOCK
+        if commands.switch:
+            assert stored == list(range(num_processed // BLOCK))
+    assert stored == list(range(LEAST))
+
+
+def test_host_blocks_are_announced_once_in_order_and_before_anything_is_stored_there() -> None:
+    engine = Engine()
+    engine.admit("a", 40)
+    known: list[int] = []
+    for num_processed in range(0, 60, 5):
+        commands = engine.step({"a": num_processed}, new=5)
+        known += commands.host_blocks.get("a", [])
+        assert commands.store.get("a", (0, 0))[1] <= len(known)
+    assert known == list(engine.host.table("a"))
+    assert len(known) == 15
+
+
+@pytest.mark.parametrize("num_tokens", [LEAST * BLOCK, LEAST * BLOCK + 3, 40, 64, 65, 130])
+def test_what_the_switch_frees_is_given_back_one_step_later(num_tokens: int) -> None:
+    engine = switched(num_tokens)
+    assert engine.held("a") == list(range(-(-(num_tokens + 2) // BLOCK)))
+    assert engine.give_back("a", num_tokens) == []  # the same step, as when the request ends in it
+    engine.step({"a": num_tokens}, new=1)
+    num_complete = num_tokens // BLOCK
+    kept = {0, 1, 2, *LAYOUT.page_positions(num_complete)}
+    assert [entry for entry in engine.held("a") if entry < num_complete] == sorted(kept)
+
+
+def test_a_sparse_request_holds_what_the_layout_says_and_a_step_later_what_completed() -> None:
+    engine = switched(41)
+    for num_tokens in range(42, 400):
+        engine.step({"a": num_tokens}, new=1)
+        # Of the blocks known to be complete a step ago, slots and pages are held; all later ones are.
+        settled = (num_tokens - 1) // BLOCK
+        pages = LAYOUT.page_positions(num_tokens // BLOCK)
+        active = range(settled, num_tokens // BLOCK + 1)
+        assert engine.held("a") == sorted({0, 1, 2, *pages, *active})
+        if num_tokens % BLOCK > 1:
+            assert len(engine.held("a")) == LAYOUT.held_blocks(num_tokens, BLOCK)
+
+
+def test_a_step_in_which_a_request_is_not_scheduled_gives_nothing_of_it_back_before_its_next_one() -> None:
+    """As with asynchronous scheduling when memory is short and what could be preempted is in flight."""
+    engine = switched(40)
+    engine.step({"a": 43}, new=1)
+    assert engine.held("a") == [0, 1, 2, 3, 4, 8, 10]
+    for _ in range(3):
+        engine.step({"a": 44}, runs=[])
+        # Block 10 is complete, but no step ran in which the workers could take it in.
+        assert 10 in engine.held("a")
+    engine.step({"a": 44})
+    assert 10 in engine.held("a")
+    engine.step({"a": 45})
+    assert engine.held("a") == [0, 1, 2, 3, 4, 8, 11]
+
+
+def test_allocating_again_in_the_same_step_gives_nothing_more_back() -> None:
+    engine = switched(40)
+    engine.ledger.start_step()
+    assert engine.give_back("a", 44) == [5, 6, 7, 9]
+    assert engine.give_back("a", 44) == []
+
+
+def test_two_tokens_that_become_final_at_once_are_one_block_at_most() -> None:
+    engine = switched(40)
+    for num_tokens in range(43, 300, 2):
+        engine.step({"a": num_tokens}, new=2)
+        settled = (num_tokens - 2) // BLOCK
+        assert all(entry in engine.held("a") for entry in range(settled, num_tokens // BLOCK))
+
+
+def test_processed_tokens_that_lag_behind_give_back_later_and_keep_the_same_pages() -> None:
+    """As with asynchronous scheduling: the workers are a step ahead of what was processed."""
+    engine = switched(40)
+    for num_tokens in range(42, 300):
+        engine.step({"a": num_tokens - 1}, new=3)
+        ahead = LAYOUT.page_positions(num_tokens // BLOCK)
+        assert set(ahead) <= set(engine.held("a"))
+        if num_tokens % BLOCK == 0:
+            assert num_tokens // BLOCK - 1 in engine.held("a")
+
+
+def test_a_request_that_can_never_become_sparse_takes_no_host_blocks() -> None:
+    engine = Engine(num_host_blocks=1)
+    engine.admit("a", 8, max_tokens=LEAST * BLOCK - 1)
+    for num_processed in range(0, LEAST * BLOCK):
+        assert engine.ledger.can_grow("a", num_processed + 2)
+        assert engine.step({"a": num_processed}) == StepCommands()
+    assert engine.host.num_free == 1
+
+
+def test_a_request_of_unknown_length_takes_host_blocks() -> None:
+    engine = Engine()
+    engine.ledger.admit("a", 8)
+    engine.tables["a"] = []
+    assert engine.step({"a": 0}, new=8).host_blocks == {"a": [0, 1]}
+
+
+def test_host_memory_that_is_short_gives_a_request_nothing() -> None:
+    engine = Engine(num_host_blocks=6)
+    engine.admit("a", 16)
+    engine.admit("b", 12)
+    engine.step({"a": 0}, new=16)
+    assert engine.ledger.can_grow("b", 8)
+    assert not engine.ledger.can_grow("b", 9)
+    with pytest.raises(PoolExhaustedError, match="expected at most 2 more host blocks"):
+        engine.ledger.grow("b", 9)
+    assert engine.host.num_free == 2
+    assert engine.ledger.take_commands({"b"}, set()).host_blocks == {}
+    engine.ledger.release("a")
+    assert engine.ledger.can_grow("b", 24)
+
+
+def test_a_released_request_gives_all_host_blocks_back_and_may_come_again_under_its_name() -> None:
+    engine = switched(40)
+    engine.ledger.release("a")
+    assert engine.host.num_free == engine.host.num_blocks
+    assert not engine.ledger.is_sparse("a")
+    assert list(engine.ledger.advance("a", 99)) == []
+    engine.ledger.release("a")
+
+    engine.admit("a", 44)
+    commands = engine.step({"a": 0}, released=["a"], new=44)
+    assert commands.released == ("a",)
+    assert len(commands.host_blocks["a"]) == 11
+    assert (commands.store, commands.switch) == ({}, {})
+    assert engine.step({"a": 44}).switch == {"a": 11}
+
+
+def test_blocks_are_sealed_as_far_as_the_workers_wrote_them() -> None:
+    engine = Engine()
+    engine.admit("a", 40)
+    keys = [bytes([index]) for index in range(10)]
+    engine.step({"a": 0}, new=40)
+    engine.ledger.seal("a", keys)
+    engine.step({"a": 40})
+    engine.ledger.seal("a", keys)  # this step stores them: not done yet
+    assert engine.host.adopt("other", keys) == []
+    engine.ledger.start_step()
+    engine.ledger.advance("a", 41)
+    engine.ledger.seal("a", keys)
+    table = list(engine.host.table("a"))
+    assert engine.host.adopt("other", keys) == table[:10]
+
+
+def test_orders_are_the_same_whatever_the_order_of_a_set() -> None:
+    engine = Engine()
+    for request_id in ("c", "a", "b"):
+        engine.admit(request_id, 8)
+    commands = engine.step({"c": 0, "a": 0, "b": 0}, released=["z", "y"], new=8)
+    assert list(commands.host_blocks) == ["a", "b", "c"]
+    assert commands.released == ("y", "z")
