@@ -87,7 +87,8 @@ check: $(READY) ## everything that needs no test run: lint, format, types, layer
 test: $(READY) ## all tests but the soak ones; ARGS= goes to pytest
 	$(PY) -m pytest --ignore=tests/soak --durations=10 --durations-min=2 $(ARGS)
 
-soak: $(READY) ## the tests that take minutes
+soak: $(READY) ## the tests that take minutes, and as many new examples as they allow for the property tests
+	$(PY) -m pytest tests/property --hypothesis-profile=soak $(ARGS)
 	@if [ -d tests/soak ]; then $(PY) -m pytest tests/soak $(ARGS); else echo 'no soak tests yet'; fi
 
 protos: ## generate code from .proto files

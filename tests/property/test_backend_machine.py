@@ -16,13 +16,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from oasiskv.core.commands import StepCommands
 from oasiskv.core.config import LookaheadConfig
 from oasiskv.core.host_blocks import HostBlockManager
 from oasiskv.core.layout import SparseLayout
 from oasiskv.core.ledger import RequestLedger
 from oasiskv.engine.pipeline import InlinePipeline, Pipeline, ThreadPipeline
 from oasiskv.engine.state import CacheShape
-from oasiskv.engine.testing import Texts, TinyRow, TinyWorker
+from oasiskv.engine.tiny_worker import Texts, TinyRow, TinyWorker
 
 pytest.importorskip("vllm", reason="the block manager under test is vLLM's")
 with warnings.catch_warnings():
@@ -87,9 +88,9 @@ class Request:
         return self.num_computed_tokens >= self.num_prefill_tokens
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Output:
-    """What a step gave one request; the scheduler may learn of it a step later."""
+    """What a step gave one request."""
 
     request: Request
     num_preemptions: int
@@ -255,6 +256,12 @@ class Scheduler:
             block_ids=list(request.block_ids),
         )
 
+    def take_commands(self, rows: list[TinyRow]) -> StepCommands:
+        by_id = {request.request_id: request for request in self.running}
+        num_computed = {row.request_id: by_id[row.request_id].num_computed_tokens for row in rows}
+        released, self.released = self.released, set()
+        return self.ledger.take_commands(num_computed, released)
+
     def after_schedule(self, rows: list[TinyRow]) -> None:
         """Count the step's tokens as computed and note what its output will say."""
         self.step += bool(rows)
@@ -268,15 +275,8 @@ class Scheduler:
             request.num_true_tokens += row.num_new - num_rejected
             request.last_step = self.step
             is_sampled = request.num_computed_tokens >= request.num_prefill_tokens
-            outputs.append(
-                Output(
-                    request=request,
-                    num_preemptions=request.num_preemptions,
-                    num_scheduled=row.num_new,
-                    num_rejected=num_rejected,
-                    num_sampled=(1 + row.is_accepted) if is_sampled else 0,
-                )
-            )
+            num_sampled = (1 + row.is_accepted) if is_sampled else 0
+            outputs.append(Output(request, request.num_preemptions, row.num_new, num_rejected, num_sampled))
         if rows:
             self.unprocessed.append((self.step, outputs))
 
@@ -419,8 +419,7 @@ class BackendMachine(RuleBasedStateMachine):
         scheduler = self.scheduler
         self.is_sound = False
         rows = scheduler.schedule(choice, skip_rate)
-        commands = scheduler.ledger.take_commands({row.request_id for row in rows}, scheduler.released)
-        scheduler.released = set()
+        commands = scheduler.take_commands(rows)
         scheduler.check(self.workers[0].num_complete)
         free_blocks = [block.block_id for block in scheduler.kv.block_pool.blocks[1:] if block.ref_cnt == 0]
         outputs = [worker.run(commands, rows, free_blocks) for worker in self.workers]
@@ -480,8 +479,7 @@ def test_no_schedule_gives_back_what_the_workers_still_need(
             num_prompt = min(choice.choice([1, 3, 5, 7, 12]) * size + choice.randint(-4, 20), (max_blocks - 3) * size)
             scheduler.add(choice.choice(unused), 0, num_prompt, min(choice.choice([20, 60, 200]), 3 * size))
         rows = scheduler.schedule(choice, choice.choice([0, 0, 0.2]))
-        commands = scheduler.ledger.take_commands({row.request_id for row in rows}, scheduler.released)
-        scheduler.released = set()
+        commands = scheduler.take_commands(rows)
         for request_id in commands.released:
             num_complete.pop(request_id, None)
         scheduler.check(num_complete)

@@ -38,7 +38,6 @@ class Engine:
         new: int = 2,
     ) -> StepCommands:
         """Allocate for every request in `processed`; those in `runs`, by default all, are scheduled."""
-        self.ledger.start_step()
         for request_id, num_processed in processed.items():
             self.give_back(request_id, num_processed)
         scheduled = set(processed if runs is None else runs)
@@ -47,7 +46,7 @@ class Engine:
             self.ledger.grow(request_id, num_tokens)
             table = self.tables[request_id]
             table += [True] * (-(-num_tokens // BLOCK) - len(table))
-        return self.ledger.take_commands(scheduled, set(released))
+        return self.ledger.take_commands({name: processed[name] for name in scheduled}, set(released))
 
     def give_back(self, request_id: str, num_processed: int) -> list[int]:
         freed = []
@@ -134,7 +133,6 @@ def test_host_blocks_are_announced_once_in_order_and_before_anything_is_stored_t
 def test_what_the_switch_frees_is_given_back_one_step_later(num_tokens: int) -> None:
     engine = switched(num_tokens)
     assert engine.held("a") == list(range(-(-(num_tokens + 2) // BLOCK)))
-    assert engine.give_back("a", num_tokens) == []  # the same step, as when the request ends in it
     engine.step({"a": num_tokens}, new=1)
     num_complete = num_tokens // BLOCK
     kept = {0, 1, 2, *LAYOUT.page_positions(num_complete)}
@@ -171,7 +169,6 @@ def test_a_step_in_which_a_request_is_not_scheduled_gives_nothing_of_it_back_bef
 
 def test_allocating_again_in_the_same_step_gives_nothing_more_back() -> None:
     engine = switched(40)
-    engine.ledger.start_step()
     assert engine.give_back("a", 44) == [5, 6, 7, 9]
     assert engine.give_back("a", 44) == []
 
@@ -221,7 +218,7 @@ def test_host_memory_that_is_short_gives_a_request_nothing() -> None:
     with pytest.raises(PoolExhaustedError, match="expected at most 2 more host blocks"):
         engine.ledger.grow("b", 9)
     assert engine.host.num_free == 2
-    assert engine.ledger.take_commands({"b"}, set()).host_blocks == {}
+    assert engine.ledger.take_commands({"b": 0}, set()).host_blocks == {}
     engine.ledger.release("a")
     assert engine.ledger.can_grow("b", 24)
 
@@ -242,20 +239,18 @@ def test_a_released_request_gives_all_host_blocks_back_and_may_come_again_under_
     assert engine.step({"a": 44}).switch == {"a": 11}
 
 
-def test_blocks_are_sealed_as_far_as_the_workers_wrote_them() -> None:
+def test_blocks_are_sealed_once_the_order_to_write_them_is_out() -> None:
     engine = Engine()
     engine.admit("a", 40)
     keys = [bytes([index]) for index in range(10)]
     engine.step({"a": 0}, new=40)
+    engine.ledger.advance("a", 40)  # final, but the order to write them comes at the end of this step
     engine.ledger.seal("a", keys)
-    engine.step({"a": 40})
-    engine.ledger.seal("a", keys)  # this step stores them: not done yet
     assert engine.host.adopt("other", keys) == []
-    engine.ledger.start_step()
-    engine.ledger.advance("a", 41)
+    engine.ledger.take_commands({"a": 40}, set())
     engine.ledger.seal("a", keys)
     table = list(engine.host.table("a"))
-    assert engine.host.adopt("other", keys) == table[:10]
+    assert engine.host.adopt("other", keys) == table
 
 
 def test_orders_are_the_same_whatever_the_order_of_a_set() -> None:

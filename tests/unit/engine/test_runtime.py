@@ -10,10 +10,10 @@ from oasiskv.core.commands import StepCommands
 from oasiskv.core.config import LookaheadConfig
 from oasiskv.core.errors import CorruptBlockError, OasisError
 from oasiskv.engine.pipeline import InlinePipeline, Pipeline, Stage, ThreadPipeline
-from oasiskv.engine.runtime import Batch
+from oasiskv.engine.plan import Batch
 from oasiskv.engine.state import CacheShape
-from oasiskv.engine.testing import Texts, TinyRow, TinyWorker
-from oasiskv.kernels.rows import Counter
+from oasiskv.engine.tiny_worker import Texts, TinyRow, TinyWorker
+from oasiskv.kernels.rows import Counter, Row
 
 BLOCK = 16
 BUDGET = 3
@@ -114,11 +114,12 @@ def test_a_sparse_row_lists_its_slots_then_its_active_blocks(make: Make) -> None
     worker.run(StepCommands(host_blocks={"b": [40, 41]}), rows)
     plan = worker.runtime.plan
     assert plan is not None
-    assert plan.attention.seq_lens.tolist() == [20, BUDGET * BLOCK + 2]
-    assert plan.attention.block_table[0, :2].tolist() == [31, 32]
-    assert plan.attention.block_table[1, : BUDGET + 1].tolist() == [1, 2, 3, 10]
-    assert plan.sparse == [1]
-    assert plan.rows.tolist() == [[worker.slot_of("a"), 9, 3, 9]]
+    assert plan.seq_lens.tolist() == [20, BUDGET * BLOCK + 2]
+    assert plan.block_table[0, :2].tolist() == [31, 32]
+    assert plan.block_table[1, : BUDGET + 1].tolist() == [1, 2, 3, 10]
+    assert (plan.num_rows, plan.num_sparse) == (2, 1)
+    assert plan.rows[0, Row.REQUEST] == -1
+    assert plan.rows[1].tolist() == [worker.slot_of("a"), 9, 3, 9]
 
 
 def test_a_draft_token_in_the_next_block_gives_two_active_ones(make: Make) -> None:
@@ -127,8 +128,8 @@ def test_a_draft_token_in_the_next_block_gives_two_active_ones(make: Make) -> No
     worker.run(StepCommands(), [row("a", 8 * BLOCK + 15, 2, num_drafts=1)])
     plan = worker.runtime.plan
     assert plan is not None
-    assert plan.attention.block_table.tolist() == [[1, 2, 3, 9, 10]]
-    assert plan.attention.seq_lens.tolist() == [BUDGET * BLOCK + BLOCK + 1]
+    assert plan.block_table[:, : BUDGET + 2].tolist() == [[1, 2, 3, 9, 10]]
+    assert plan.seq_lens.tolist() == [BUDGET * BLOCK + BLOCK + 1]
 
 
 def test_a_batch_without_sparse_rows_reads_the_engine_s_own_table(make: Make) -> None:
@@ -137,8 +138,8 @@ def test_a_batch_without_sparse_rows_reads_the_engine_s_own_table(make: Make) ->
     worker.run(StepCommands(host_blocks={"a": [0, 1]}), [row("a", 0, 20)])
     plan = worker.runtime.plan
     assert plan is not None
-    assert plan.attention.block_table.tolist() == [[1, 2]]
-    assert plan.attention.seq_lens.tolist() == [20]
+    assert plan.block_table[:, :2].tolist() == [[1, 2]]
+    assert plan.seq_lens.tolist() == [20]
     assert [event for event in gate.events if event.startswith("submit")] == []
 
 
@@ -264,7 +265,7 @@ def test_a_poisoned_slot_is_huge_from_its_selection_to_its_transfer(make: Make) 
             stages.pop(0)()
             stages.pop(0)()
         poisoned = worker.kv_caches[0] == 1e4
-        planned = int((worker.sets.plan[0, ..., 0] >= 0).sum())
+        planned = int((worker.sets.plan[0, :1, ..., 0] >= 0).sum())
         assert int(poisoned.sum()) == planned * BLOCK * SHAPE.head_dim
         num_poisoned += planned
     assert num_poisoned > 0

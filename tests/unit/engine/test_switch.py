@@ -11,7 +11,7 @@ from oasiskv.core.config import LookaheadConfig
 from oasiskv.core.layout import SparseLayout
 from oasiskv.engine.state import CacheShape
 from oasiskv.engine.switch import seat, switch_layer
-from oasiskv.engine.testing import Texts, best_blocks
+from oasiskv.engine.tiny_worker import Texts, best_blocks
 from oasiskv.kernels.predict.reference import scores_of
 from oasiskv.kernels.rows import SummaryLayout
 from oasiskv.kernels.summarize.reference import summary_rows
