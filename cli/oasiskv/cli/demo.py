@@ -6,8 +6,10 @@ The answer of the same model in stock vLLM, with everything resident, is printed
 import argparse
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -88,10 +90,9 @@ def run(args: argparse.Namespace) -> int:
             server.wait_ready()
             if device == "cpu":
                 # On a CPU stock vLLM answers while the server starts, which keeps one core busy at most.
-                _say("waiting for the answer of stock vLLM, which has everything resident")
-                reference = _reference(dense)
-            _say(f"reading {len(question.token_ids):,} tokens before the first word of the answer")
-            print(f"\n{question.needle.question}\nAnswer: ", end="", flush=True)
+                with waiting("stock vLLM answers first, with everything resident"):
+                    reference = _reference(dense)
+            print(f"\n{question.needle.question}", flush=True)
             before = read_metrics(request.port)
             answer = _ask(request.port, question)
             after = read_metrics(request.port)
@@ -214,16 +215,41 @@ def _reference(dense: Offline) -> Reply:
 
 
 def _ask(port: int, question: Question) -> Answer:
-    return ask(
-        port,
-        {
-            "model": "demo",
-            "messages": [{"role": "user", "content": question.content}],
-            "temperature": 0,
-            "max_tokens": ANSWER_TOKENS,
-        },
-        lambda piece: print(piece, end="", flush=True),
-    )
+    request = {
+        "model": "demo",
+        "messages": [{"role": "user", "content": question.content}],
+        "temperature": 0,
+        "max_tokens": ANSWER_TOKENS,
+    }
+    with ExitStack() as stack:
+        stack.enter_context(waiting(f"reading {len(question.token_ids):,} tokens"))
+
+        def show(piece: str) -> None:
+            stack.close()
+            print(piece, end="", flush=True)
+
+        return ask(port, request, show)
+
+
+@contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Say what is being waited for, and on a terminal for how long already."""
+    done, is_terminal, started = threading.Event(), sys.stderr.isatty(), time.monotonic()
+
+    def count() -> None:
+        while not done.wait(1.0):
+            print(f"\r{what}: {time.monotonic() - started:.0f} s ", end="", file=sys.stderr, flush=True)
+
+    thread = threading.Thread(target=count if is_terminal else done.wait, name="waiting", daemon=True)
+    print(f"{what} ", end="" if is_terminal else "\n", file=sys.stderr, flush=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        if is_terminal:
+            print(file=sys.stderr, flush=True)
 
 
 def _say(line: str) -> None:

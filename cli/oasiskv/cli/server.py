@@ -115,7 +115,8 @@ class Server:
         self._is_quiet = not self._is_verbose
         if process.poll() is None:
             process.send_signal(signal.SIGINT)
-            with contextlib.suppress(subprocess.TimeoutExpired):
+            # A second ctrl-C means "at once".
+            with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
                 process.wait(STOP_TIMEOUT_S)
         if not _wait_gone(process, GONE_TIMEOUT_S):
             with contextlib.suppress(ProcessLookupError):
