@@ -75,7 +75,7 @@ def test_a_server_streams_answers_publishes_its_counts_and_leaves_nothing_on_ctr
     server = subprocess.Popen(command(*arguments), stderr=subprocess.PIPE, text=True)
     try:
         assert server.stderr is not None
-        log = wait_for_line(iter(server.stderr.readline, ""), "ready")
+        log = wait_for_line(iter(server.stderr.readline, ""), "] ready\n")
         assert any("Host memory for KV" in line for line in log)
         assert not any("WARNING" in line for line in log)
         session = child_of(server.pid)
@@ -89,7 +89,8 @@ def test_a_server_streams_answers_publishes_its_counts_and_leaves_nothing_on_ctr
         again, _ = ask_about_the_text(port, "small")
         assert again.text == answer.text
     except BaseException:
-        server.kill()
+        server.terminate()
+        server.communicate()
         raise
     server.send_signal(signal.SIGINT)
     assert server.wait(60) == 130
