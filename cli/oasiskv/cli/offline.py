@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from oasiskv.cli.log import LogReader
+from oasiskv.cli.vllm_server import end_with_parent
 from oasiskv.core.errors import EngineFailedError
 
 
@@ -169,6 +170,7 @@ def _save(path: Path, array: Any) -> str:
 
 def main() -> None:
     """Do the job of the command line."""
+    end_with_parent()
     path = Path(sys.argv[1])
     job = json.loads(path.read_text())
     content = work(job)

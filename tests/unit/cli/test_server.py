@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import textwrap
 import time
@@ -77,6 +78,41 @@ def test_stopping_leaves_no_process_of_it_even_if_they_ignore_signals(
         server.wait_ready()
         pids = [server.pid, int(shown[0].split()[-1])]
         assert all(is_alive(pid) for pid in pids)
+    assert not any(is_alive(pid) for pid in pids)
+
+
+def test_a_server_and_its_children_end_when_who_started_it_was_killed(tmp_path: Path) -> None:
+    child = f"""
+        import signal, subprocess, sys, time
+        from oasiskv.cli import vllm_server
+        vllm_server.POLL_S = vllm_server.STOP_TIMEOUT_S = 0.1
+        vllm_server.end_with_parent()
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        print("INFO 11-30 00:00:01 [a.py:1] Host memory for KV:", other.pid, flush=True)
+        {READY}
+        time.sleep(60)
+    """
+    (tmp_path / "child.py").write_text(textwrap.dedent(child))
+    parent = f"""
+        import os, sys
+        from oasiskv.cli.server import Server
+        shown = []
+        with Server([sys.executable, {str(tmp_path / "child.py")!r}], dict(os.environ), shown.append) as server:
+            server.wait_ready()
+            print(server.pid, shown[0].split()[-1], flush=True)
+            server.wait()
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(parent)], stdout=subprocess.PIPE, text=True
+    ) as started:
+        assert started.stdout is not None
+        pids = [int(pid) for pid in started.stdout.readline().split()]
+        assert len(pids) == 2
+        started.kill()
+    end = time.monotonic() + 20
+    while time.monotonic() < end and any(is_alive(pid) for pid in pids):
+        time.sleep(0.05)
     assert not any(is_alive(pid) for pid in pids)
 
 
