@@ -108,6 +108,9 @@ class OasisKVConnector(KVConnectorBase_V1, SupportsHMA):
         """Note how long the request can become."""
         assert self._ledger is not None
         longest = min(request.num_prompt_tokens + request.max_tokens, self._vllm_config.model_config.max_model_len)
+        if request.resumable:
+            # More prompt may come at any time, which a sparse request has no place for: it stays dense.
+            longest = 0
         self._ledger.expect(request.request_id, longest)
 
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int, bool]:
