@@ -20,8 +20,9 @@ from typing import Any
 from oasiskv.cli.demo import find_text
 from oasiskv.cli.doctor import installed_version
 from oasiskv.cli.launch import Launch, Request, environment, find_device, prepare
-from oasiskv.cli.offline import Offline, Prompt, Results
+from oasiskv.cli.offline import Offline, Results
 from oasiskv.core.errors import ConfigError, InvalidRequestError, UnsupportedError
+from oasiskv.engine.vllm.offline import Prompt
 
 LEAST_SPARSE_SHARE = 0.95
 """Of the decode steps, so that the numbers are about sparse decode."""

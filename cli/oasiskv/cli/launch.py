@@ -82,7 +82,7 @@ class Launch:
 
     def command(self) -> list[str]:
         """Return the command line of the server's process."""
-        return [sys.executable, "-m", "oasiskv.cli.vllm_server", "--model", self.model.path, *self.arguments]
+        return [sys.executable, "-m", "oasiskv.engine.vllm.api_server", "--model", self.model.path, *self.arguments]
 
     def engine_arguments(self) -> dict[str, Any]:
         """Return what switches the backend on in an engine that has no server: arguments of vLLM's `LLM`."""

@@ -1,15 +1,13 @@
-"""Prompts through an engine inside one process of its own: the dense answers that `run` and `eval` compare with.
+"""Prompts through an engine in a process of its own: the dense answers that `run` and `eval` compare with.
 
-`Offline` starts the process and reads its results; the process is this module run with a job on its standard input.
+The process is `oasiskv.engine.vllm.offline`.
 """
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -17,27 +15,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from oasiskv.cli.log import LogReader
-from oasiskv.cli.vllm_server import end_with_parent
 from oasiskv.core.errors import EngineFailedError
-
-
-@dataclass(slots=True, kw_only=True)
-class Prompt:
-    """One request: greedy, or forced to continue with given tokens."""
-
-    token_ids: list[int]
-    max_tokens: int
-    forced: list[int] | None = None
-    """Tokens to continue with; the log-probabilities are then kept."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Result:
-    """What became of a prompt."""
-
-    text: str
-    token_times: list[float]
-    """Seconds from the start of the job to each token."""
+from oasiskv.engine.vllm.offline import Prompt, Result
 
 
 @dataclass(slots=True, kw_only=True)
@@ -77,7 +56,7 @@ class Offline:
         path = Path(self._folder.name, "job.json")
         path.write_text(json.dumps(job))
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "oasiskv.cli.offline", str(path)],
+            [sys.executable, "-m", "oasiskv.engine.vllm.offline", str(path)],
             env=self._environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -123,62 +102,3 @@ class Offline:
         for line in self._process.stdout:
             self._tail.append(line.rstrip("\n"))
             self._log.read(line.rstrip("\n"))
-
-
-def work(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Do a job in this process and return the content of its results."""
-    from vllm import LLM, SamplingParams
-
-    from oasiskv.engine.vllm import forcing
-    from oasiskv.engine.vllm.worker import current
-
-    engine, prompts = dict(job["engine"]), [Prompt(**prompt) for prompt in job["prompts"]]
-    if any(prompt.forced for prompt in prompts):
-        engine["logits_processors"] = [forcing.ForceTokens]
-    llm = LLM(**engine)
-    started = time.monotonic()
-    for index, prompt in enumerate(prompts):
-        forced = {forcing.FORCED_TOKENS: prompt.forced, forcing.FORCED_NAME: str(index)} if prompt.forced else None
-        params = SamplingParams(
-            temperature=0, max_tokens=prompt.max_tokens, ignore_eos=prompt.forced is not None, extra_args=forced
-        )
-        llm.llm_engine.add_request(str(index), {"prompt_token_ids": prompt.token_ids}, params)
-    results = {str(index): Result(text="", token_times=[]) for index in range(len(prompts))}
-    while llm.llm_engine.has_unfinished_requests():
-        for output in llm.llm_engine.step():
-            result, completion = results[output.request_id], output.outputs[0]
-            result.text = completion.text
-            result.token_times += [time.monotonic() - started] * (len(completion.token_ids) - len(result.token_times))
-    backend = current()
-    return {
-        "results": [asdict(result) for result in results.values()],
-        "counts": {} if backend is None or backend.runtime is None else backend.runtime.counts(),
-        "log_probs": [
-            _save(Path(job["folder"], f"{index}.npy"), forcing.recorded(str(index)).numpy())
-            for index, prompt in enumerate(prompts)
-            if prompt.forced
-        ],
-    }
-
-
-def _save(path: Path, array: Any) -> str:
-    import numpy as np
-
-    np.save(path, array)
-    return str(path)
-
-
-def main() -> None:
-    """Do the job of the command line."""
-    end_with_parent()
-    path = Path(sys.argv[1])
-    job = json.loads(path.read_text())
-    content = work(job)
-    path.with_name("results.json").write_text(json.dumps(content))
-    # Nothing is left to be done, and an engine takes seconds to say goodbye.
-    sys.stdout.flush()
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

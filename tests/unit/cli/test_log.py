@@ -62,7 +62,7 @@ def test_the_first_error_is_the_cause_where_none_is_ours() -> None:
 
 
 def test_a_wrong_flag_is_the_cause() -> None:
-    assert read_all("vllm_server.py: error: unrecognized arguments: --no").cause == "vLLM: unrecognized arguments: --no"
+    assert read_all("api_server.py: error: unrecognized arguments: --no").cause == "vLLM: unrecognized arguments: --no"
 
 
 def test_a_validation_error_is_told_by_its_second_line() -> None:

@@ -84,9 +84,9 @@ def test_stopping_leaves_no_process_of_it_even_if_they_ignore_signals(
 def test_a_server_and_its_children_end_when_who_started_it_was_killed(tmp_path: Path) -> None:
     child = f"""
         import signal, subprocess, sys, time
-        from oasiskv.cli import vllm_server
-        vllm_server.POLL_S = vllm_server.STOP_TIMEOUT_S = 0.1
-        vllm_server.end_with_parent()
+        from oasiskv.engine.vllm import api_server
+        api_server.POLL_S = api_server.STOP_TIMEOUT_S = 0.1
+        api_server.end_with_parent()
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
         print("INFO 11-30 00:00:01 [a.py:1] Host memory for KV:", other.pid, flush=True)

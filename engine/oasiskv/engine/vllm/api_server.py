@@ -1,4 +1,4 @@
-"""The process that `server` starts: vLLM's own API server, which ends with the process that started it."""
+"""The process that `oasiskv serve` starts: vLLM's own API server, which ends with the process that started it."""
 
 import os
 import signal
