@@ -11,7 +11,7 @@ MODEL ?=
 ENGINE ?= cpu
 # Where pip finds the CPU build of torch, if its configured indexes do not have it: PyTorch's own index of CPU wheels.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
-# Further arguments for pytest and for `oasiskv bench`.
+# Further arguments for pytest, protos/generate.py and `oasiskv bench`.
 ARGS ?=
 
 SHELL := /bin/bash
@@ -36,7 +36,7 @@ endif
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
-	@echo 'variables: PYTHON= interpreter, MODEL= model folder, ENGINE= cpu or cuda, ARGS= for pytest and bench, TORCH_INDEX='
+	@echo 'variables: PYTHON= interpreter, MODEL= model folder, ENGINE= cpu or cuda, ARGS= for pytest, protos and bench, TORCH_INDEX='
 
 install: $(READY) ## set up the environment; the first time takes a few minutes and 3.5 GB
 
@@ -48,9 +48,9 @@ install: $(READY) ## set up the environment; the first time takes a few minutes 
 	$(PYTHON) -m venv .venv
 	$(PY) -m pip install --upgrade pip
 	@install() { echo "pip install $$*"; $(PY) -m pip install "$$@"; }; \
-		install -e '.[$(ENGINE),dev]' || { \
+		install -e '.[$(ENGINE),services,dev]' || { \
 			printf '\n%s\n' 'If the error above is about torch: trying again with the wheels at $(TORCH_INDEX)'; \
-			install --extra-index-url '$(TORCH_INDEX)' -e '.[$(ENGINE),dev]'; }
+			install --extra-index-url '$(TORCH_INDEX)' -e '.[$(ENGINE),services,dev]'; }
 ifeq ($(ENGINE),cpu)
 	@echo 'Removing three packages that do not import beside the CPU build of torch; text models need none of them.'
 	$(PY) -m pip uninstall -y torchvision torchaudio torchcodec
@@ -91,8 +91,8 @@ soak: $(READY) ## the tests that take minutes, and as many new examples as they 
 	$(PY) -m pytest tests/property --hypothesis-profile=soak $(ARGS)
 	@if [ -d tests/soak ]; then $(PY) -m pytest tests/soak $(ARGS); else echo 'no soak tests yet'; fi
 
-protos: ## generate code from .proto files
-	@echo 'nothing to generate: there are no .proto files yet'
+protos: $(READY) ## generate code from .proto files; refuses a change that breaks peers
+	$(PY) protos/generate.py $(ARGS)
 
 bench: $(READY) ## measure; ARGS= goes to oasiskv bench
 	$(PY) -m oasiskv.cli bench $(ARGS)

@@ -21,7 +21,7 @@ def test_no_test_folder_is_a_package() -> None:
 
 
 def test_each_folder_holds_one_typed_package_of_its_own_name() -> None:
-    assert {"cli", "core", "engine", "kernels"} <= set(FOLDERS)
+    assert {"cli", "core", "engine", "kernels", "protos", "services"} <= set(FOLDERS)
     for folder in FOLDERS:
         assert [path.parent.name for path in ROOT.glob(f"{folder}/oasiskv/*/__init__.py")] == [folder]
         assert (ROOT / folder / "oasiskv" / folder / "py.typed").is_file()
@@ -51,4 +51,5 @@ def test_stdlib_modules_win_over_our_folders_in_the_repository_root() -> None:
 
 def test_no_source_file_has_500_lines_or_more() -> None:
     files = [path for folder in [*FOLDERS, "tests"] for path in (ROOT / folder).rglob("*.py")]
-    assert [path for path in files if len(path.read_text().splitlines()) >= 500] == []
+    written = [path for path in files if "_pb2" not in path.name]
+    assert [path for path in written if len(path.read_text().splitlines()) >= 500] == []

@@ -1,0 +1,370 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Access(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ACCESS_UNSPECIFIED: _ClassVar[Access]
+    ACCESS_STREAM: _ClassVar[Access]
+    ACCESS_MAP_READ: _ClassVar[Access]
+    ACCESS_MAP_WRITE: _ClassVar[Access]
+
+class Tier(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    TIER_UNSPECIFIED: _ClassVar[Tier]
+    TIER_HOST: _ClassVar[Tier]
+ACCESS_UNSPECIFIED: Access
+ACCESS_STREAM: Access
+ACCESS_MAP_READ: Access
+ACCESS_MAP_WRITE: Access
+TIER_UNSPECIFIED: Tier
+TIER_HOST: Tier
+
+class Fingerprint(_message.Message):
+    __slots__ = ("model_hash", "dtype", "block_size", "num_layers", "num_kv_heads", "head_dim", "tp_size", "layout", "kv_revision")
+    MODEL_HASH_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
+    HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
+    TP_SIZE_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    KV_REVISION_FIELD_NUMBER: _ClassVar[int]
+    model_hash: str
+    dtype: str
+    block_size: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    tp_size: int
+    layout: str
+    kv_revision: int
+    def __init__(self, model_hash: _Optional[str] = ..., dtype: _Optional[str] = ..., block_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., tp_size: _Optional[int] = ..., layout: _Optional[str] = ..., kv_revision: _Optional[int] = ...) -> None: ...
+
+class RegisterPeerRequest(_message.Message):
+    __slots__ = ("fingerprint", "name", "access")
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ACCESS_FIELD_NUMBER: _ClassVar[int]
+    fingerprint: Fingerprint
+    name: str
+    access: Access
+    def __init__(self, fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., name: _Optional[str] = ..., access: _Optional[_Union[Access, str]] = ...) -> None: ...
+
+class RegisterPeerResponse(_message.Message):
+    __slots__ = ("peer_id", "peer_ttl_ms", "max_lease_ttl_ms", "max_blocks", "memory_socket", "num_blocks", "block_bytes", "num_parts", "part_bytes", "epoch")
+    PEER_ID_FIELD_NUMBER: _ClassVar[int]
+    PEER_TTL_MS_FIELD_NUMBER: _ClassVar[int]
+    MAX_LEASE_TTL_MS_FIELD_NUMBER: _ClassVar[int]
+    MAX_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_SOCKET_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_PARTS_FIELD_NUMBER: _ClassVar[int]
+    PART_BYTES_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    peer_id: str
+    peer_ttl_ms: int
+    max_lease_ttl_ms: int
+    max_blocks: int
+    memory_socket: str
+    num_blocks: int
+    block_bytes: int
+    num_parts: int
+    part_bytes: int
+    epoch: str
+    def __init__(self, peer_id: _Optional[str] = ..., peer_ttl_ms: _Optional[int] = ..., max_lease_ttl_ms: _Optional[int] = ..., max_blocks: _Optional[int] = ..., memory_socket: _Optional[str] = ..., num_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., num_parts: _Optional[int] = ..., part_bytes: _Optional[int] = ..., epoch: _Optional[str] = ...) -> None: ...
+
+class AllocateRequest(_message.Message):
+    __slots__ = ("peer_id", "num_blocks", "ttl_ms")
+    PEER_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    TTL_MS_FIELD_NUMBER: _ClassVar[int]
+    peer_id: str
+    num_blocks: int
+    ttl_ms: int
+    def __init__(self, peer_id: _Optional[str] = ..., num_blocks: _Optional[int] = ..., ttl_ms: _Optional[int] = ...) -> None: ...
+
+class AllocateResponse(_message.Message):
+    __slots__ = ("lease_id", "ttl_ms", "block_ids")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    TTL_MS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    lease_id: str
+    ttl_ms: int
+    block_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, lease_id: _Optional[str] = ..., ttl_ms: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class SealRequest(_message.Message):
+    __slots__ = ("peer_id", "lease_id", "blocks")
+    PEER_ID_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    peer_id: str
+    lease_id: str
+    blocks: _containers.RepeatedCompositeFieldContainer[SealedBlock]
+    def __init__(self, peer_id: _Optional[str] = ..., lease_id: _Optional[str] = ..., blocks: _Optional[_Iterable[_Union[SealedBlock, _Mapping]]] = ...) -> None: ...
+
+class SealedBlock(_message.Message):
+    __slots__ = ("block_index", "block_key", "checksums")
+    BLOCK_INDEX_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_KEY_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    block_index: int
+    block_key: bytes
+    checksums: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, block_index: _Optional[int] = ..., block_key: _Optional[bytes] = ..., checksums: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class SealResponse(_message.Message):
+    __slots__ = ("block_ids",)
+    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    block_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, block_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class LocateRequest(_message.Message):
+    __slots__ = ("peer_id", "block_keys")
+    PEER_ID_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_KEYS_FIELD_NUMBER: _ClassVar[int]
+    peer_id: str
+    block_keys: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, peer_id: _Optional[str] = ..., block_keys: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class LocateResponse(_message.Message):
+    __slots__ = ("tiers",)
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    tiers: _containers.RepeatedScalarFieldContainer[Tier]
+    def __init__(self, tiers: _Optional[_Iterable[_Union[Tier, str]]] = ...) -> None: ...
+
+class LeaseRequest(_message.Message):
+    __slots__ = ("peer_id", "keys", "handle", "min_blocks", "ttl_ms")
+    PEER_ID_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    MIN_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    TTL_MS_FIELD_NUMBER: _ClassVar[int]
+    peer_id: str
+    keys: BlockKeys
+    handle: str
+    min_blocks: int
+    ttl_ms: int
+    def __init__(self, peer_id: _Optional[str] = ..., keys: _Optional[_Union[BlockKeys, _Mapping]] = ..., handle: _Optional[str] = ..., min_blocks: _Optional[int] = ..., ttl_ms: _Optional[int] = ...) -> None: ...
+
+class BlockKeys(_message.Message):
+    __slots__ = ("block_keys",)
+    BLOCK_KEYS_FIELD_NUMBER: _ClassVar[int]
+    block_keys: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, block_keys: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class LeaseResponse(_message.Message):
+    __slots__ = ("lease_id", "ttl_ms", "num_blocks")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    TTL_MS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    lease_id: str
+    ttl_ms: int
+    num_blocks: int
+    def __init__(self, lease_id: _Optional[str] = ..., ttl_ms: _Optional[int] = ..., num_blocks: _Optional[int] = ...) -> None: ...
+
+class RenewRequest(_message.Message):
+    __slots__ = ("peer_id", "lease_ids", "ttl_ms")
+    PEER_ID_FIELD_NUMBER: _ClassVar[int]
+    LEASE_IDS_FIELD_NUMBER: _ClassVar[int]
+    TTL_MS_FIELD_NUMBER: _ClassVar[int]
+    peer_id: str
+    lease_ids: _containers.RepeatedScalarFieldContainer[str]
+    ttl_ms: int
+    def __init__(self, peer_id: _Optional[str] = ..., lease_ids: _Optional[_Iterable[str]] = ..., ttl_ms: _Optional[int] = ...) -> None: ...
+
+class RenewResponse(_message.Message):
+    __slots__ = ("ttl_ms", "lost_lease_ids")
+    TTL_MS_FIELD_NUMBER: _ClassVar[int]
+    LOST_LEASE_IDS_FIELD_NUMBER: _ClassVar[int]
+    ttl_ms: int
+    lost_lease_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, ttl_ms: _Optional[int] = ..., lost_lease_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ReleaseRequest(_message.Message):
+    __slots__ = ("peer_id", "lease_ids", "handles")
+    PEER_ID_FIELD_NUMBER: _ClassVar[int]
+    LEASE_IDS_FIELD_NUMBER: _ClassVar[int]
+    HANDLES_FIELD_NUMBER: _ClassVar[int]
+    peer_id: str
+    lease_ids: _containers.RepeatedScalarFieldContainer[str]
+    handles: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, peer_id: _Optional[str] = ..., lease_ids: _Optional[_Iterable[str]] = ..., handles: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ReleaseResponse(_message.Message):
+    __slots__ = ("num_released",)
+    NUM_RELEASED_FIELD_NUMBER: _ClassVar[int]
+    num_released: int
+    def __init__(self, num_released: _Optional[int] = ...) -> None: ...
+
+class FetchDescriptorsRequest(_message.Message):
+    __slots__ = ("peer_id", "lease_id", "block_indices")
+    PEER_ID_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_INDICES_FIELD_NUMBER: _ClassVar[int]
+    peer_id: str
+    lease_id: str
+    block_indices: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, peer_id: _Optional[str] = ..., lease_id: _Optional[str] = ..., block_indices: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class BlockDescriptor(_message.Message):
+    __slots__ = ("block_index", "block_id", "generation", "checksums")
+    BLOCK_INDEX_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_ID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    block_index: int
+    block_id: int
+    generation: int
+    checksums: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, block_index: _Optional[int] = ..., block_id: _Optional[int] = ..., generation: _Optional[int] = ..., checksums: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class FetchDescriptorsResponse(_message.Message):
+    __slots__ = ("blocks",)
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    blocks: _containers.RepeatedCompositeFieldContainer[BlockDescriptor]
+    def __init__(self, blocks: _Optional[_Iterable[_Union[BlockDescriptor, _Mapping]]] = ...) -> None: ...
+
+class HandoffRequest(_message.Message):
+    __slots__ = ("peer_id", "lease_id", "ttl_ms")
+    PEER_ID_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    TTL_MS_FIELD_NUMBER: _ClassVar[int]
+    peer_id: str
+    lease_id: str
+    ttl_ms: int
+    def __init__(self, peer_id: _Optional[str] = ..., lease_id: _Optional[str] = ..., ttl_ms: _Optional[int] = ...) -> None: ...
+
+class HandoffResponse(_message.Message):
+    __slots__ = ("handle", "ttl_ms")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    TTL_MS_FIELD_NUMBER: _ClassVar[int]
+    handle: str
+    ttl_ms: int
+    def __init__(self, handle: _Optional[str] = ..., ttl_ms: _Optional[int] = ...) -> None: ...
+
+class PutRequest(_message.Message):
+    __slots__ = ("peer_id", "lease_id", "block_index", "part", "data", "checksum")
+    PEER_ID_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_INDEX_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    peer_id: str
+    lease_id: str
+    block_index: int
+    part: int
+    data: bytes
+    checksum: int
+    def __init__(self, peer_id: _Optional[str] = ..., lease_id: _Optional[str] = ..., block_index: _Optional[int] = ..., part: _Optional[int] = ..., data: _Optional[bytes] = ..., checksum: _Optional[int] = ...) -> None: ...
+
+class PutResponse(_message.Message):
+    __slots__ = ("num_parts",)
+    NUM_PARTS_FIELD_NUMBER: _ClassVar[int]
+    num_parts: int
+    def __init__(self, num_parts: _Optional[int] = ...) -> None: ...
+
+class PartRange(_message.Message):
+    __slots__ = ("block_index", "first_part", "num_parts")
+    BLOCK_INDEX_FIELD_NUMBER: _ClassVar[int]
+    FIRST_PART_FIELD_NUMBER: _ClassVar[int]
+    NUM_PARTS_FIELD_NUMBER: _ClassVar[int]
+    block_index: int
+    first_part: int
+    num_parts: int
+    def __init__(self, block_index: _Optional[int] = ..., first_part: _Optional[int] = ..., num_parts: _Optional[int] = ...) -> None: ...
+
+class GetRequest(_message.Message):
+    __slots__ = ("peer_id", "lease_id", "ranges")
+    PEER_ID_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    RANGES_FIELD_NUMBER: _ClassVar[int]
+    peer_id: str
+    lease_id: str
+    ranges: _containers.RepeatedCompositeFieldContainer[PartRange]
+    def __init__(self, peer_id: _Optional[str] = ..., lease_id: _Optional[str] = ..., ranges: _Optional[_Iterable[_Union[PartRange, _Mapping]]] = ...) -> None: ...
+
+class GetResponse(_message.Message):
+    __slots__ = ("block_index", "part", "data", "checksum")
+    BLOCK_INDEX_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    block_index: int
+    part: int
+    data: bytes
+    checksum: int
+    def __init__(self, block_index: _Optional[int] = ..., part: _Optional[int] = ..., data: _Optional[bytes] = ..., checksum: _Optional[int] = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DrainResponse(_message.Message):
+    __slots__ = ("num_leases",)
+    NUM_LEASES_FIELD_NUMBER: _ClassVar[int]
+    num_leases: int
+    def __init__(self, num_leases: _Optional[int] = ...) -> None: ...
+
+class StatsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StatsResponse(_message.Message):
+    __slots__ = ("epoch", "is_draining", "num_blocks", "num_free_blocks", "num_cached_blocks", "num_fenced_blocks", "num_peers", "num_leases", "num_sealed_total", "num_evicted_total", "num_expired_leases_total", "num_corrupt_blocks_total")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    IS_DRAINING_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FENCED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PEERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_LEASES_FIELD_NUMBER: _ClassVar[int]
+    NUM_SEALED_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    NUM_EVICTED_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    NUM_EXPIRED_LEASES_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    NUM_CORRUPT_BLOCKS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    epoch: str
+    is_draining: bool
+    num_blocks: int
+    num_free_blocks: int
+    num_cached_blocks: int
+    num_fenced_blocks: int
+    num_peers: int
+    num_leases: int
+    num_sealed_total: int
+    num_evicted_total: int
+    num_expired_leases_total: int
+    num_corrupt_blocks_total: int
+    def __init__(self, epoch: _Optional[str] = ..., is_draining: _Optional[bool] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_fenced_blocks: _Optional[int] = ..., num_peers: _Optional[int] = ..., num_leases: _Optional[int] = ..., num_sealed_total: _Optional[int] = ..., num_evicted_total: _Optional[int] = ..., num_expired_leases_total: _Optional[int] = ..., num_corrupt_blocks_total: _Optional[int] = ...) -> None: ...
+
+class WatchRequest(_message.Message):
+    __slots__ = ("epoch", "sequence")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    epoch: str
+    sequence: int
+    def __init__(self, epoch: _Optional[str] = ..., sequence: _Optional[int] = ...) -> None: ...
+
+class WatchResponse(_message.Message):
+    __slots__ = ("epoch", "sequence", "is_snapshot_start", "sealed_keys", "removed_keys")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    IS_SNAPSHOT_START_FIELD_NUMBER: _ClassVar[int]
+    SEALED_KEYS_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_KEYS_FIELD_NUMBER: _ClassVar[int]
+    epoch: str
+    sequence: int
+    is_snapshot_start: bool
+    sealed_keys: _containers.RepeatedScalarFieldContainer[bytes]
+    removed_keys: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, epoch: _Optional[str] = ..., sequence: _Optional[int] = ..., is_snapshot_start: _Optional[bool] = ..., sealed_keys: _Optional[_Iterable[bytes]] = ..., removed_keys: _Optional[_Iterable[bytes]] = ...) -> None: ...

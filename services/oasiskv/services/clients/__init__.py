@@ -1,0 +1,1 @@
+"""How one service calls another."""

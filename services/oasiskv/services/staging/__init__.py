@@ -1,0 +1,1 @@
+"""The staging tier: `servicer` translates, `service` decides, `memory` holds the bytes, `core.leases` the rules."""
