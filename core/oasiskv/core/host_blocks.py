@@ -5,7 +5,7 @@ on the scheduler side gives the ids out, and a worker never allocates.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from oasiskv.core.errors import ConfigError, InvalidRequestError, PoolExhaustedError
 
@@ -20,11 +20,12 @@ class HostBlockManager:
     from the block is ordered before those of its next owner.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, on_evict: Callable[[bytes], None] | None = None) -> None:
         """Start with all blocks free.
 
         Args:
             num_blocks: Capacity of the host pool of every rank, in host blocks.
+            on_evict: Called with the block key of a block that is evicted, before its id is given out.
         """
         if num_blocks <= 0:
             raise ConfigError(f"num_blocks: expected a positive number, got {num_blocks}")
@@ -37,6 +38,7 @@ class HostBlockManager:
         self._tables: dict[str, list[int]] = {}
         self._key_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
+        self._on_evict = on_evict
 
     @property
     def num_blocks(self) -> int:
@@ -59,6 +61,14 @@ class HostBlockManager:
         The result is no copy: it is valid until the next call that changes this request.
         """
         return self._tables.get(request_id, ())
+
+    def find(self, block_key: bytes) -> int | None:
+        """Return the block that is sealed under the key; None if there is none. It may be evicted by the next call."""
+        return self._block_of.get(block_key)
+
+    def key_of(self, block_id: int) -> bytes | None:
+        """Return the key under which a block is sealed; None if it is not."""
+        return self._key_of.get(block_id)
 
     def can_extend(self, request_id: str, num_blocks: int) -> bool:
         """Whether `extend` with the same arguments would succeed now."""
@@ -109,6 +119,37 @@ class HostBlockManager:
             self._key_of[block_id] = block_key
             self._block_of[block_key] = block_id
 
+    def seal_or_share(self, request_id: str, block_index: int, block_key: bytes) -> int:
+        """Seal as `seal` does; if another block already holds the key, the request references that one from now on.
+
+        Its own block is then given back, so the request must not write to it any more.
+
+        Returns:
+            The block that holds the key, which is now the one of this index.
+
+        Raises:
+            InvalidRequestError: As `seal`; nothing changes.
+        """
+        self.seal(request_id, block_index, block_key)
+        table = self._tables[request_id]
+        own, holder = table[block_index], self._block_of[block_key]
+        if holder != own:
+            self._reference_counts[holder] += 1
+            self._cached.pop(holder, None)
+            table[block_index] = holder
+            self._drop_reference(own)
+        return holder
+
+    def forget(self, block_id: int) -> None:
+        """Let a sealed block not be found any more; who references it keeps it. An unsealed block is left as it is."""
+        block_key = self._key_of.pop(block_id, None)
+        if block_key is None:
+            return
+        del self._block_of[block_key]
+        if block_id in self._cached:
+            del self._cached[block_id]
+            self._free.append(block_id)
+
     def adopt(self, request_id: str, block_keys: Iterable[bytes]) -> list[int]:
         """Start a request with the longest prefix of blocks whose keys are found, and return their ids.
 
@@ -139,6 +180,32 @@ class HostBlockManager:
         if found:
             self._tables[request_id] = found
         return list(found)
+
+    def rename(self, request_id: str, new_request_id: str) -> None:
+        """Let a request go on under another id, which must own no block.
+
+        Raises:
+            InvalidRequestError: There is a request of the new id, or none of the old; nothing changes.
+        """
+        if new_request_id in self._tables or request_id not in self._tables:
+            raise InvalidRequestError(f"request_id: expected one with host blocks and a new one, got {request_id!r}")
+        self._tables[new_request_id] = self._tables.pop(request_id)
+
+    def fork(self, request_id: str, new_request_id: str) -> None:
+        """Let a new request reference all blocks of another, as they are now.
+
+        Raises:
+            InvalidRequestError: There is a request of the new id, or none of the other; nothing changes.
+        """
+        if new_request_id in self._tables or request_id not in self._tables:
+            raise InvalidRequestError(f"request_id: expected one with host blocks and a new one, got {request_id!r}")
+        self._tables[new_request_id] = list(self._tables[request_id])
+        for block_id in self._tables[request_id]:
+            self._reference_counts[block_id] += 1
+
+    def owners(self) -> set[str]:
+        """Return the requests that own blocks."""
+        return set(self._tables)
 
     def truncate(self, request_id: str, num_blocks: int) -> None:
         """Give back the blocks of the request from index `num_blocks` on, as `release` does; it keeps those before."""
@@ -182,7 +249,10 @@ class HostBlockManager:
             block_id = self._free.pop()
         else:
             block_id, _ = self._cached.popitem(last=False)
-            del self._block_of[self._key_of.pop(block_id)]
+            block_key = self._key_of.pop(block_id)
+            del self._block_of[block_key]
+            if self._on_evict is not None:
+                self._on_evict(block_key)
         self._reference_counts[block_id] = 1
         return block_id
 
