@@ -19,7 +19,7 @@ from oasiskv.core.leases import LeaseTable
 
 NUM_BLOCKS = 7
 CONFIG = LeaseConfig(
-    num_blocks=NUM_BLOCKS, max_blocks_per_peer=5, max_leases_per_peer=3, max_peers=3, max_ttl_s=10.0, peer_ttl_s=25.0
+    num_blocks=NUM_BLOCKS, max_blocks_per_peer=5, max_leases_per_peer=5, max_peers=3, max_ttl_s=10.0, peer_ttl_s=25.0
 )
 CHAINS = [[f"{name}{index}".encode() for index in range(5)] for name in "xy"]
 PICKS = st.integers(0, 5)
@@ -52,7 +52,7 @@ class LeaseModel(RuleBasedStateMachine):
         self.promised: dict[str, tuple[str, list[int], list[bytes], float]] = {}
         """By read lease: peer, block ids, their content when leased, earliest end."""
         self.writing: dict[str, tuple[str, list[int]]] = {}
-        """By write lease that was not released: a peer that maps the pool to write, and the block ids."""
+        """By write lease that was not released: a peer that maps the pool to write, and its unsealed block ids."""
         self.mapping: set[str] = set()
         self.holds: list[tuple[AbstractContextManager[object], list[int], list[bytes | None]]] = []
 
@@ -73,6 +73,8 @@ class LeaseModel(RuleBasedStateMachine):
 
     @rule(may_map=st.booleans())
     def add_peer(self, may_map: bool) -> None:
+        if len(self.peers) > 3:
+            self.peers.pop(0)
         with self.refused_without_a_trace():
             self.peers.append(self.table.add_peer(may_map_to_write=may_map))
             self.mapping |= {self.peers[-1]} if may_map else set()
@@ -93,13 +95,13 @@ class LeaseModel(RuleBasedStateMachine):
 
     @rule(pick=PICKS)
     def process_dies(self, pick: int) -> None:
-        if self.links:
+        if self.links and pick < 2:
             peer_id = self.links.pop(pick % len(self.links))
             self.table.close_link(peer_id)
             if peer_id not in self.links:
                 self.writing = {name: entry for name, entry in self.writing.items() if entry[0] != peer_id}
 
-    @rule(pick=PICKS, num_blocks=st.integers(0, 6), ttl_s=st.sampled_from([3.0, 8.0]))
+    @rule(pick=PICKS, num_blocks=st.sampled_from([0, 1, 1, 2, 2, 3, 6]), ttl_s=st.sampled_from([3.0, 8.0]))
     def allocate(self, pick: int, num_blocks: int, ttl_s: float) -> None:
         if not self.peers:
             return
@@ -113,8 +115,7 @@ class LeaseModel(RuleBasedStateMachine):
             for _, held, _ in self.holds:
                 assert not set(held) & set(block_ids), "a block in use by an operation was given out"
             for writer_id, own in self.writing.values():
-                unsealed = {block_id for block_id in own if block_id not in self.content}
-                assert not unsealed & set(block_ids), f"{writer_id} may still write to a block that was given out"
+                assert not set(own) & set(block_ids), f"{writer_id} may still write to a block that was given out"
             for block_id in block_ids:
                 self.content.pop(block_id, None)
             self.leases.append((peer_id, lease_id))
@@ -134,12 +135,15 @@ class LeaseModel(RuleBasedStateMachine):
                     self.content[table[index]] = key
             for index, block_id in enumerate(self.table.seal(peer_id, lease_id, keys)):
                 assert self.content[block_id] == keys[index], "the block of a key holds other bytes"
+            if lease_id in self.writing:
+                own = [block_id for block_id in self.writing[lease_id][1] if block_id not in table[: len(keys)]]
+                self.writing[lease_id] = (peer_id, own)
 
     @rule(pick=PICKS, chain=st.sampled_from(CHAINS), num_blocks=st.integers(1, 5), is_kept=st.booleans())
     def stage_a_prompt(self, pick: int, chain: list[bytes], num_blocks: int, is_kept: bool) -> None:
-        num_leases = len(self.leases)
+        before = self.leases[-1:]
         self.allocate(pick, num_blocks, 8.0)
-        if len(self.leases) > num_leases:
+        if self.leases[-1:] != before:
             self.write_and_seal(0, chain, num_blocks)
             if not is_kept:
                 self.release(0)
@@ -167,7 +171,7 @@ class LeaseModel(RuleBasedStateMachine):
         with self.refused_without_a_trace():
             self.table.renew(peer_id, None, ttl_s)
             for lease_id, (owner, block_ids, contents, end_s) in self.promised.items():
-                if owner == peer_id:
+                if owner == peer_id and self.now_s < end_s:
                     self.promised[lease_id] = (owner, block_ids, contents, max(end_s, self.now_s + min(ttl_s, 10.0)))
 
     @rule(pick=PICKS)
@@ -223,7 +227,12 @@ class LeaseModel(RuleBasedStateMachine):
 
     @rule(pick=PICKS)
     def drop_corrupt(self, pick: int) -> None:
-        self.table.drop(pick)
+        if pick < 2:
+            self.table.drop(pick)
+
+    @rule()
+    def outlast_a_short_lease(self) -> None:
+        self.wait(3.5)
 
     @rule(seconds=st.sampled_from([0.5, 0.5, 1.0, 2.0, 4.0, 11.0, 26.0]))
     def wait(self, seconds: float) -> None:
@@ -255,7 +264,7 @@ class LeaseModel(RuleBasedStateMachine):
 
 
 TestLeases = LeaseModel.TestCase
-TestLeases.settings = settings(derandomize=True, deadline=None, max_examples=150, stateful_step_count=40)
+TestLeases.settings = settings(derandomize=True, deadline=None, max_examples=200, stateful_step_count=50)
 
 
 def test_a_refused_call_is_seen_as_refused() -> None:

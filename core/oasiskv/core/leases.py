@@ -130,6 +130,10 @@ class LeaseTable:
         self._start_timer(deadline_s, peer_id)
         return peer_id
 
+    def has_peer(self, peer_id: str) -> bool:
+        """Whether a peer is known."""
+        return peer_id in self._peers
+
     def touch(self, peer_id: str) -> None:
         """Keep a peer alive.
 
@@ -157,10 +161,7 @@ class LeaseTable:
                     self._end(lease)
 
     def allocate(self, peer_id: str, num_blocks: int, ttl_s: float) -> tuple[str, list[int]]:
-        """Take blocks to write to; their generations change.
-
-        Returns:
-            The id of a write lease, and the block ids by block index.
+        """Take blocks to write to, and return the id of a write lease and the block ids; their generations change.
 
         Raises:
             InvalidRequestError: `num_blocks` or `ttl_s` is not positive.
@@ -218,10 +219,7 @@ class LeaseTable:
         return self._blocks.key_of(block_id) is not None
 
     def lease(self, peer_id: str, block_keys: Sequence[bytes], min_blocks: int, ttl_s: float) -> tuple[str, list[int]]:
-        """Take a read lease on the longest prefix of keys that is held.
-
-        Returns:
-            The id of the lease, and the block ids by block index.
+        """Take a read lease on the longest prefix of keys that is held, and return its id and the block ids.
 
         Raises:
             BlockNotFoundError: Fewer than `min_blocks`, or than one, are held; nothing is taken.
@@ -288,15 +286,7 @@ class LeaseTable:
         return accepted_id, block_ids
 
     def renew(self, peer_id: str, lease_ids: Iterable[str] | None, ttl_s: float) -> list[str]:
-        """Prolong leases to `ttl_s` from now; never shortens one.
-
-        Args:
-            peer_id: Owner of the leases.
-            lease_ids: What to prolong; None for all that are active.
-            ttl_s: Seconds.
-
-        Returns:
-            Those of `lease_ids` that are unknown or have ended.
+        """Prolong leases, None for all, to `ttl_s` from now, shortening none; return those that are unknown or ended.
 
         Raises:
             InvalidRequestError: `ttl_s` is not positive.
@@ -332,6 +322,11 @@ class LeaseTable:
             self._end(self._leases[self._handles[handle]])
             num_ended += 1
         return num_ended
+
+    def discard(self, lease_id: str) -> None:
+        """End a lease whose id no peer has learnt; an unknown one is passed over."""
+        if lease_id in self._leases:
+            self._end(self._leases[lease_id])
 
     def readable(self, peer_id: str, lease_id: str) -> Sequence[int]:
         """Return the block ids of a lease by block index, valid until the next call.

@@ -13,7 +13,7 @@ SHAPE = Fingerprint(model_hash="m", dtype="bfloat16", block_size=16, num_layers=
 @pytest.mark.parametrize("name", [field.name for field in fields(Fingerprint)])
 def test_a_difference_is_refused_by_the_name_of_its_field(name: str) -> None:
     others = {"model_hash": "n", "dtype": "float16", "layout": "LHTKV"}
-    value = others.get(name, 2 * getattr(SHAPE, name) if name not in others else None)
+    value: Any = others[name] if name in others else 2 * getattr(SHAPE, name)
     with pytest.raises(UnsupportedError, match=f"^{name}: expected"):
         SHAPE.require(replace(SHAPE, **{name: value}))
 
