@@ -466,13 +466,9 @@ class LeaseTable:
             peer.deadline_s = now_s + self._config.peer_ttl_s
             heapq.heappush(self._timers, (peer.deadline_s, peer_id))
             return
+        # All of them are due as well: no lease and no handle outlasts `peer_ttl_s` after the peer's last call.
         for lease_id in list(peer.lease_ids):
-            lease = self._leases[lease_id]
-            # What was offered is meant for another, who may still come for it.
-            if lease.state is _State.OFFERED:
-                self._detach(lease)
-            else:
-                self._end(lease)
+            self._end(self._leases[lease_id])
         del self._peers[peer_id]
 
     def _end(self, lease: _Lease) -> None:

@@ -189,7 +189,7 @@ def test_the_death_of_a_stale_writer_frees_its_blocks(table: LeaseTable, clock: 
     table.check_invariants()
 
 
-def test_a_handle_outlives_the_peer_that_offered_it(table: LeaseTable, clock: Clock) -> None:
+def test_a_handle_outlives_the_lease_that_it_came_from(table: LeaseTable, clock: Clock) -> None:
     giver_id = table.add_peer(may_map_to_write=False)
     lease_id = stage(table, giver_id, KEYS[:2])
     clock.now_s = 4.0

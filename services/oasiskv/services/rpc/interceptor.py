@@ -1,0 +1,96 @@
+"""What happens around every call of a server: a time limit, and errors turned into status codes."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+
+from oasiskv.core.errors import OasisError, TransferTimeoutError
+from oasiskv.services.rpc.status import ERROR_KEY, MAX_DETAILS, code_of
+
+logger = logging.getLogger(__name__)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class EdgeInterceptor(grpc.aio.ServerInterceptor):
+    """Ends calls that take too long, and maps errors by the one table; what is no OasisError is logged and INTERNAL."""
+
+    def __init__(self, max_call_s: float, unlimited: frozenset[str]) -> None:
+        """Start.
+
+        Args:
+            max_call_s: Longest time of a call, whatever deadline its caller sets.
+            unlimited: Full names of methods that may last as long as their caller likes, `/package.Service/Method`.
+        """
+        self._max_call_s = max_call_s
+        self._unlimited = unlimited
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """Return the handler of a call with the edge around it."""
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        method = handler_call_details.method
+        max_s = None if method in self._unlimited else self._max_call_s
+        serializers = (handler.request_deserializer, handler.response_serializer)
+        match handler.request_streaming, handler.response_streaming:
+            case False, False:
+                return grpc.unary_unary_rpc_method_handler(_unary(handler.unary_unary, method, max_s), *serializers)
+            case True, False:
+                return grpc.stream_unary_rpc_method_handler(_unary(handler.stream_unary, method, max_s), *serializers)
+            case False, True:
+                return grpc.unary_stream_rpc_method_handler(_stream(handler.unary_stream, method, max_s), *serializers)
+            case _:
+                return grpc.stream_stream_rpc_method_handler(
+                    _stream(handler.stream_stream, method, max_s), *serializers
+                )
+
+
+def _unary(behaviour: Callable[..., Awaitable[Any]], method: str, max_s: float | None) -> Callable[..., Awaitable[Any]]:
+    async def handle(request: Any, context: Context) -> Any:
+        try:
+            async with asyncio.timeout(max_s):
+                return await behaviour(request, context)
+        except Exception as error:
+            await _abort(context, method, error)
+
+    return handle
+
+
+def _stream(
+    behaviour: Callable[..., AsyncIterator[Any]], method: str, max_s: float | None
+) -> Callable[..., AsyncIterator[Any]]:
+    async def handle(request: Any, context: Context) -> AsyncIterator[Any]:
+        responses = behaviour(request, context)
+        try:
+            async with asyncio.timeout(max_s):
+                async for response in responses:
+                    yield response
+        except Exception as error:
+            await _abort(context, method, error)
+        finally:
+            # A generator that is left in the middle would keep the blocks that it holds until it is collected.
+            await responses.aclose()  # type: ignore[attr-defined]
+
+    return handle
+
+
+async def _abort(context: Context, method: str, error: Exception) -> None:
+    if isinstance(error, grpc.aio.AbortError):
+        raise error
+    if isinstance(error, TimeoutError):
+        error = TransferTimeoutError(
+            f"{method}: expected an end within the limit of the service, got none; it has stopped"
+        )
+    if isinstance(error, OasisError):
+        metadata = ((ERROR_KEY, type(error).__name__),)
+        await context.abort(code_of(error), str(error)[:MAX_DETAILS], metadata)
+    logger.error("%s failed by a bug of this service", method, exc_info=error)
+    await context.abort(grpc.StatusCode.INTERNAL, "a bug of the service; its log says more")

@@ -1,0 +1,122 @@
+"""A gRPC server with health, reflection and the edge around every call; each service adds its servicer to one."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as health
+from grpc_reflection.v1alpha import reflection
+
+from oasiskv.core.errors import ConfigError
+from oasiskv.services.rpc.interceptor import EdgeInterceptor
+from oasiskv.services.rpc.tls import TlsConfig, server_credentials
+
+# Room for the fields of a message beside its largest bytes field.
+MESSAGE_OVERHEAD_BYTES = 64 * 2**10
+DEFAULT_MESSAGE_BYTES = 4 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """Where a server listens, and what it grants a call."""
+
+    address: str
+    """`host:port`, port 0 for a free one."""
+
+    tls: TlsConfig | None = None
+    """Mutual TLS; None to speak in the clear, for one host or a network that encrypts."""
+
+    max_call_s: float = 30.0
+    """Longest call in seconds, whatever its caller's deadline; what a stalled peer can hold."""
+
+    max_message_bytes: int = DEFAULT_MESSAGE_BYTES
+    """Largest message in either direction."""
+
+    def __post_init__(self) -> None:
+        """Check every field.
+
+        Raises:
+            ConfigError: A field is out of its range.
+        """
+        if ":" not in self.address:
+            raise ConfigError(f"address: expected host:port, got {self.address!r}")
+        if not self.max_call_s > 0:
+            raise ConfigError(f"max_call_s: expected a positive number, got {self.max_call_s}")
+        if self.max_message_bytes < DEFAULT_MESSAGE_BYTES:
+            raise ConfigError(
+                f"max_message_bytes: expected at least {DEFAULT_MESSAGE_BYTES}, got {self.max_message_bytes}"
+            )
+
+
+class RpcServer:
+    """A running server; made by `start`, ended by `stop`."""
+
+    def __init__(
+        self, server: grpc.aio.Server, port: int, checks: health.HealthServicer, names: tuple[str, ...]
+    ) -> None:
+        self.port = port
+        """The TCP port that it listens on."""
+        self._server = server
+        self._health = checks
+        self._names = names
+
+    @classmethod
+    async def start(
+        cls,
+        config: ServerConfig,
+        add_services: Callable[[grpc.aio.Server], None],
+        service_names: tuple[str, ...],
+        unlimited: frozenset[str] = frozenset(),
+    ) -> "RpcServer":
+        """Listen and answer; the health of all services is SERVING from here on.
+
+        Args:
+            config: Where and how.
+            add_services: Registers the servicers.
+            service_names: Full names of the services, for health and reflection.
+            unlimited: Methods without a time limit, `/package.Service/Method`.
+
+        Raises:
+            ConfigError: The address cannot be listened on, or the certificates are not usable.
+        """
+        server = grpc.aio.server(
+            interceptors=(EdgeInterceptor(config.max_call_s, unlimited),),
+            options=(
+                ("grpc.max_receive_message_length", config.max_message_bytes),
+                ("grpc.max_send_message_length", config.max_message_bytes),
+                # Two processes on one port would each get a part of the calls.
+                ("grpc.so_reuseport", 0),
+            ),
+        )
+        add_services(server)
+        checks = health.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(checks, server)
+        names = ("", health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, *service_names)
+        reflection.enable_server_reflection((*names[1:], reflection.SERVICE_NAME), server)
+        try:
+            if config.tls is None:
+                port = server.add_insecure_port(config.address)
+            else:
+                port = server.add_secure_port(config.address, server_credentials(config.tls))
+        except RuntimeError as cause:
+            raise ConfigError(f"address: expected one that is free, got {config.address!r}") from cause
+        await server.start()
+        started = cls(server, port, checks, names)
+        await started.set_serving(True)
+        return started
+
+    async def set_serving(self, is_serving: bool) -> None:
+        """Say to health checks whether new work is welcome; calls are answered either way."""
+        status = health_pb2.HealthCheckResponse.SERVING if is_serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in self._names:
+            await self._health.set(name, status)
+
+    async def stop(self, grace_s: float) -> None:
+        """Take no new calls, let those under way end for `grace_s` seconds, then cancel them."""
+        await self._health.enter_graceful_shutdown()
+        await self._server.stop(grace_s)
+
+    async def wait(self) -> None:
+        """Return when the server has stopped."""
+        await self._server.wait_for_termination()

@@ -1,0 +1,144 @@
+"""Runs the staging tier: `python -m oasiskv.services.staging --config FILE`; prints the port once it answers."""
+
+import argparse
+import asyncio
+import logging
+import signal
+import sys
+import tomllib
+from dataclasses import dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from oasiskv.core.errors import ConfigError, OasisError
+from oasiskv.core.fingerprint import Fingerprint
+from oasiskv.core.host_memory import check_fits, host_memory_limit
+from oasiskv.core.lease_limits import LeaseConfig
+from oasiskv.services.rpc.server import MESSAGE_OVERHEAD_BYTES, RpcServer, ServerConfig
+from oasiskv.services.rpc.tls import TlsConfig
+from oasiskv.services.staging.memory import MemorySocket, StagingMemory
+from oasiskv.services.staging.service import StagingConfig, StagingService
+from oasiskv.services.staging.servicer import SERVICE_NAME, UNLIMITED, add_to_server
+
+logger = logging.getLogger(__name__)
+Config = TypeVar("Config")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessConfig:
+    """What the configuration file says: tables `staging`, `fingerprint`, `leases`, `server`, and `tls` if any."""
+
+    staging: StagingConfig
+    """What is held, and for whom."""
+
+    server: ServerConfig
+    """Where the service listens."""
+
+    host_limit_bytes: int | None = None
+    """Most bytes that the pool may take; None for the limit of the control group alone."""
+
+    drain_s: float = 30.0
+    """Seconds that leases get to end after SIGTERM, before the blocks are lost."""
+
+
+def read_config(text: str) -> ProcessConfig:
+    """Return the configuration in a TOML text.
+
+    `pool_bytes` of `[staging]` says how much memory the blocks take; their number follows from it.
+
+    Raises:
+        ConfigError: A table or key is unknown or absent, or a value is wrong; the message names it.
+    """
+    try:
+        tables = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as cause:
+        raise ConfigError(f"config: expected TOML, got {cause}") from cause
+    known = {"staging", "fingerprint", "leases", "server", "tls"}
+    for name in tables.keys() - known:
+        raise ConfigError(f"{name}: expected one of the tables {', '.join(sorted(known))}")
+    staging = dict(tables.get("staging", {}))
+    fingerprint = _build(Fingerprint, "fingerprint", tables.get("fingerprint", {}))
+    pool_bytes = staging.pop("pool_bytes", None)
+    if isinstance(pool_bytes, bool) or not isinstance(pool_bytes, int) or pool_bytes < fingerprint.block_bytes:
+        raise ConfigError(
+            f"staging.pool_bytes: expected at least one block of {fingerprint.block_bytes} bytes, got {pool_bytes}"
+        )
+    num_blocks = pool_bytes // fingerprint.block_bytes
+    process = {name: staging.pop(name) for name in ("drain_s", "host_limit_bytes") if name in staging}
+    leases = _build(
+        LeaseConfig, "leases", {"max_blocks_per_peer": num_blocks} | tables.get("leases", {}), num_blocks=num_blocks
+    )
+    tls = _build(TlsConfig, "tls", {k: Path(v) for k, v in tables["tls"].items()}) if "tls" in tables else None
+    # A part and its fields must fit into a message; others are small.
+    message_bytes = max(4 * 2**20, fingerprint.part_bytes + MESSAGE_OVERHEAD_BYTES)
+    server = _build(ServerConfig, "server", tables.get("server", {}), tls=tls, max_message_bytes=message_bytes)
+    return ProcessConfig(
+        staging=_build(StagingConfig, "staging", staging, fingerprint=fingerprint, leases=leases),
+        server=server,
+        **process,
+    )
+
+
+def _build(cls: type[Config], table: str, values: dict[str, Any], **others: Any) -> Config:
+    names = {field.name for field in fields(cls)} - others.keys()  # type: ignore[arg-type]
+    for name in values.keys() - names:
+        raise ConfigError(f"{table}.{name}: expected one of {', '.join(sorted(names))}")
+    try:
+        return cls(**values, **others)
+    except ConfigError as cause:
+        raise ConfigError(f"{table}.{cause}") from cause
+    except TypeError as cause:  # a field without a default is absent, or a value is of a type that nothing compares to
+        raise ConfigError(f"{table}: {cause}") from cause
+
+
+async def run(config: ProcessConfig) -> None:
+    """Serve until SIGTERM or SIGINT, then let leases end for `drain_s`; a second signal ends that at once.
+
+    Raises:
+        ConfigError: The pool does not fit in memory, or what the service needs cannot be had; nothing is held.
+    """
+    pool_bytes = config.staging.leases.num_blocks * config.staging.fingerprint.block_bytes
+    check_fits(pool_bytes, host_memory_limit(user_limit_bytes=config.host_limit_bytes))
+    stopping: asyncio.Queue[int] = asyncio.Queue()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stopping.put_nowait, number)
+    memory = StagingMemory(config.staging.fingerprint, config.staging.leases.num_blocks)
+    service = StagingService(config.staging, memory)
+    link = MemorySocket(Path(config.staging.memory_socket), memory, service.open_link, service.leases.close_link)
+    if not config.staging.is_strict:
+        await link.start()
+    server = await RpcServer.start(config.server, partial(add_to_server, service), (SERVICE_NAME,), UNLIMITED)
+    try:
+        print(f"oasiskv staging listens on port {server.port}", flush=True)
+        await stopping.get()
+        logger.info("draining: %d leases are left", service.drain())
+        await server.set_serving(False)
+        try:
+            async with asyncio.timeout(config.drain_s):
+                while service.drain() and stopping.empty():
+                    await asyncio.sleep(0.1)
+        except TimeoutError:
+            logger.warning("stopping with %d leases that have not ended", service.drain())
+    finally:
+        await server.stop(grace_s=1.0)
+        await link.stop()
+        memory.close()
+
+
+def main() -> int:
+    """Read the configuration and serve."""
+    parser = argparse.ArgumentParser(prog="python -m oasiskv.services.staging", description=__doc__)
+    parser.add_argument("--config", type=Path, required=True, help="TOML file")
+    path: Path = parser.parse_args().config
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    try:
+        asyncio.run(run(read_config(path.read_text())))
+    except (OasisError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,344 @@
+"""Decides what happens to blocks: the rules are those of `core.leases`, the bytes those of `memory`."""
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from oasiskv.core.errors import (
+    ConfigError,
+    CorruptBlockError,
+    InvalidRequestError,
+    PeerUnavailableError,
+    UnsupportedError,
+)
+from oasiskv.core.fingerprint import Fingerprint
+from oasiskv.core.lease_limits import LeaseConfig
+from oasiskv.core.leases import LeaseTable
+from oasiskv.services.checksums import checksum, checksums
+from oasiskv.services.staging.changes import ChangeLog
+from oasiskv.services.staging.memory import StagingMemory
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+MAX_KEY_BYTES = 256
+MAX_KEYS = 65536
+
+
+class Access(Enum):
+    """How a peer moves bytes."""
+
+    STREAM = "stream"
+    MAP_READ = "map_read"
+    MAP_WRITE = "map_write"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagingConfig:
+    """What a staging service holds, and for whom."""
+
+    fingerprint: Fingerprint
+    """What the bytes of all its blocks mean."""
+
+    leases: LeaseConfig
+    """Capacity and limits."""
+
+    is_strict: bool = False
+    """Whether peers move bytes through streams only, so that each reads no more than it holds a lease on."""
+
+    memory_socket: str = ""
+    """Path of the unix socket that hands over the memory; empty in strict mode only."""
+
+    def __post_init__(self) -> None:
+        """Check the fields together.
+
+        Raises:
+            ConfigError: Strict mode and the memory socket exclude or require each other.
+        """
+        if self.is_strict == bool(self.memory_socket):
+            raise ConfigError("memory_socket: expected a path, or strict mode without one")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One layer of one rank of a block, as it travels."""
+
+    block_index: int
+    part: int
+    data: bytes
+    checksum: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SealRequest:
+    """A block that its writer says is final."""
+
+    block_index: int
+    block_key: bytes
+    checksums: Sequence[int]
+    """By part, as the writer computed them from its own copy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartRange:
+    """Consecutive parts of one block."""
+
+    block_index: int
+    first_part: int
+    num_parts: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Descriptor:
+    """Where a sealed block is and what it must hash to."""
+
+    block_index: int
+    block_id: int
+    generation: int
+    checksums: list[int]
+
+
+class StagingService:
+    """One pool of host blocks and those who use it; one event loop calls it and alone changes its state.
+
+    What takes long, hashing and wiping, runs in threads while the lease's blocks are held, so that the loop goes on.
+    """
+
+    def __init__(
+        self, config: StagingConfig, memory: StagingMemory, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.config = config
+        self.memory = memory
+        self.epoch = secrets.token_hex(8)
+        """Changes with every start, which loses the blocks."""
+        self.changes = ChangeLog()
+        self.num_corrupt_blocks = 0
+        """Blocks whose bytes differed from their checksum, since the start."""
+        self.is_draining = False
+        self.leases = LeaseTable(config.leases, clock, generations=memory.generations, on_change=self.changes.add)
+        self._access: dict[str, Access] = {}
+
+    def register_peer(self, fingerprint: Fingerprint, name: str, access: Access) -> str:
+        """Return the id of a new peer.
+
+        Raises:
+            InvalidRequestError: The name is empty or longer than 128 characters.
+            PeerUnavailableError: The service drains.
+            PoolExhaustedError: There are too many peers.
+            UnsupportedError: The fingerprint differs, or the service is strict and the peer wants to map the pool.
+        """
+        self._refuse_if_draining()
+        if not 1 <= len(name) <= 128:
+            raise InvalidRequestError(f"name: expected 1 to 128 characters, got {len(name)}")
+        self.config.fingerprint.require(fingerprint)
+        if self.config.is_strict and access is not Access.STREAM:
+            raise UnsupportedError("access: expected ACCESS_STREAM, since the service is strict, got one that maps")
+        peer_id = self.leases.add_peer(may_map_to_write=access is Access.MAP_WRITE)
+        self._access = {known: self._access[known] for known in self._access if self.leases.has_peer(known)}
+        self._access[peer_id] = access
+        logger.info("peer %r registered to %s", name, access.value)
+        return peer_id
+
+    def open_link(self, peer_id: str) -> bool:
+        """Note that a process of a peer gets the memory, and return whether it may write.
+
+        Raises:
+            LeaseExpiredError: The peer is unknown or forgotten.
+            UnsupportedError: The peer registered for streams only.
+        """
+        self.leases.touch(peer_id)
+        if self._access[peer_id] is Access.STREAM:
+            raise UnsupportedError("access: expected a peer that maps the pool, got one for streams")
+        self.leases.open_link(peer_id)
+        return self._access[peer_id] is Access.MAP_WRITE
+
+    async def allocate(self, peer_id: str, num_blocks: int, ttl_s: float) -> tuple[str, list[int]]:
+        """Take blocks to write to, all bytes 0; raises as `LeaseTable.allocate`, and PeerUnavailableError on drain."""
+        self._refuse_if_draining()
+        lease_id, block_ids = self.leases.allocate(peer_id, num_blocks, ttl_s)
+        try:
+            with self.leases.hold(peer_id, lease_id):
+                await _in_thread(self.memory.wipe, block_ids)
+            # The lease may have ended meanwhile; then nobody must write to its blocks.
+            self.leases.writable(peer_id, lease_id)
+        except BaseException:
+            # The caller will never know the id, so nobody else could give it back.
+            self.leases.discard(lease_id)
+            raise
+        return lease_id, block_ids
+
+    async def seal(self, peer_id: str, lease_id: str, blocks: Sequence[SealRequest]) -> list[int]:
+        """Declare blocks final, after hashing what is in memory; returns their ids as `LeaseTable.seal`.
+
+        Raises:
+            CorruptBlockError: The bytes of a part differ from its checksum; nothing is sealed.
+            InvalidRequestError: A field is wrong, or as `LeaseTable.seal`; nothing is sealed.
+            LeaseExpiredError: The peer or the lease is unknown or has ended; nothing is sealed.
+        """
+        table = self.leases.writable(peer_id, lease_id)
+        num_parts = self.config.fingerprint.num_parts
+        for block in blocks:
+            if not block.block_index < len(table):
+                raise InvalidRequestError(f"block_index: expected less than {len(table)}, got {block.block_index}")
+            check_key(block.block_key)
+            if len(block.checksums) != num_parts:
+                raise InvalidRequestError(f"checksums: expected {num_parts}, got {len(block.checksums)}")
+        keys = {block.block_index: block.block_key for block in blocks}
+        if len(keys) < len(blocks):
+            raise InvalidRequestError("block_index: expected each at most once, got one twice")
+        with self.leases.hold(peer_id, lease_id) as held:
+            block_ids = [held[block.block_index] for block in blocks]
+            given = np.array([block.checksums for block in blocks], np.uint64).reshape(-1, num_parts)
+            open_ids = [block_id for block_id in block_ids if not self.leases.is_sealed(block_id)]
+            found = dict(zip(open_ids, await _in_thread(self._hash, open_ids), strict=True))
+            for block, block_id, sums in zip(blocks, block_ids, given, strict=True):
+                if block_id in found and not np.array_equal(found[block_id], sums):
+                    part = int(np.flatnonzero(found[block_id] != sums)[0])
+                    raise CorruptBlockError(
+                        f"checksums: part {part} of block {block.block_index} differs from its bytes"
+                    )
+            # Before anyone can find the blocks. A block that a second call sealed meanwhile keeps that call's.
+            for block_id, sums in found.items():
+                if not self.leases.is_sealed(block_id):
+                    self.memory.checksums[block_id] = sums
+            return self.leases.seal(peer_id, lease_id, keys)
+
+    def locate(self, peer_id: str, block_keys: Sequence[bytes]) -> list[bool]:
+        """Return whether each key is held now.
+
+        Raises:
+            InvalidRequestError: Too many keys.
+            LeaseExpiredError: The peer is unknown or forgotten.
+        """
+        self.leases.touch(peer_id)
+        check_keys(block_keys)
+        return [self.leases.find(block_key) is not None for block_key in block_keys]
+
+    def lease(self, peer_id: str, block_keys: Sequence[bytes], min_blocks: int, ttl_s: float) -> tuple[str, list[int]]:
+        """Take a read lease; raises as `LeaseTable.lease`, and PeerUnavailableError on draining."""
+        self._refuse_if_draining()
+        check_keys(block_keys)
+        return self.leases.lease(peer_id, block_keys, min_blocks, ttl_s)
+
+    def describe(self, peer_id: str, lease_id: str, block_indices: Sequence[int]) -> list[Descriptor]:
+        """Return where blocks of a lease are; all of them if none is named.
+
+        Raises:
+            InvalidRequestError: A block is not in the lease, or not sealed.
+            LeaseExpiredError: The peer or the lease is unknown or has ended.
+        """
+        table = self.leases.readable(peer_id, lease_id)
+        found = []
+        for block_index in block_indices or range(len(table)):
+            block_id = self._sealed_block(table, block_index)
+            generation = int(self.memory.generations[block_id])
+            sums: list[int] = self.memory.checksums[block_id].tolist()
+            found.append(Descriptor(block_index=block_index, block_id=block_id, generation=generation, checksums=sums))
+        return found
+
+    def put(self, peer_id: str, lease_id: str, part: Part) -> None:
+        """Write one part of a block that is not sealed.
+
+        Raises:
+            CorruptBlockError: The data differ from the checksum; nothing is written.
+            InvalidRequestError: A field is wrong; nothing is written.
+            LeaseExpiredError: The peer or the lease is unknown or has ended; nothing is written.
+        """
+        table = self.leases.writable(peer_id, lease_id)
+        fingerprint = self.config.fingerprint
+        if not part.block_index < len(table):
+            raise InvalidRequestError(f"block_index: expected less than {len(table)}, got {part.block_index}")
+        if self.leases.is_sealed(table[part.block_index]):
+            raise InvalidRequestError(f"block_index: expected a block that is not sealed, got {part.block_index}")
+        if not part.part < fingerprint.num_parts:
+            raise InvalidRequestError(f"part: expected less than {fingerprint.num_parts}, got {part.part}")
+        if len(part.data) != fingerprint.part_bytes:
+            raise InvalidRequestError(f"data: expected {fingerprint.part_bytes} bytes, got {len(part.data)}")
+        if checksum(part.data) != part.checksum:
+            raise CorruptBlockError(f"checksum: part {part.part} of block {part.block_index} arrived with other bytes")
+        self.memory.parts[table[part.block_index], part.part] = np.frombuffer(part.data, np.uint8)
+
+    async def get(self, peer_id: str, lease_id: str, ranges: Sequence[PartRange]) -> AsyncIterator[Part]:
+        """Read parts of sealed blocks, each checked before it is given out.
+
+        Raises:
+            CorruptBlockError: A part differs from its checksum; its block cannot be found any more.
+            InvalidRequestError: A range is wrong; nothing is sent.
+            LeaseExpiredError: The peer or the lease is unknown or has ended.
+        """
+        num_parts = self.config.fingerprint.num_parts
+        with self.leases.hold(peer_id, lease_id) as table:
+            for wanted in ranges:
+                if not 1 <= wanted.num_parts <= num_parts - wanted.first_part:
+                    raise InvalidRequestError(f"num_parts: expected parts among {num_parts}, got {wanted.num_parts}")
+                self._sealed_block(table, wanted.block_index)
+            for wanted in ranges:
+                for number in range(wanted.first_part, wanted.first_part + wanted.num_parts):
+                    # Again for each part: it may have been found to be corrupt since.
+                    block_id = self._sealed_block(table, wanted.block_index)
+                    data = self.memory.parts[block_id, number].tobytes()
+                    expected = int(self.memory.checksums[block_id, number])
+                    if checksum(data) != expected:
+                        self.num_corrupt_blocks += 1
+                        self.leases.drop(block_id)
+                        logger.error("host block %d: part %d differs from its checksum; dropped", block_id, number)
+                        raise CorruptBlockError(f"checksum: part {number} of block {wanted.block_index} is not intact")
+                    yield Part(block_index=wanted.block_index, part=number, data=data, checksum=expected)
+
+    def drain(self) -> int:
+        """Refuse new peers, blocks and leases by key from now on; return how many leases are left."""
+        self.is_draining = True
+        self.leases.expire()
+        return self.leases.counts().num_leases
+
+    def _refuse_if_draining(self) -> None:
+        if self.is_draining:
+            raise PeerUnavailableError("the service drains; nothing was taken, another one may help")
+
+    def _hash(self, block_ids: Sequence[int]) -> list[NDArray[np.uint64]]:
+        return [checksums(self.memory.parts[block_id]) for block_id in block_ids]
+
+    def _sealed_block(self, table: Sequence[int], block_index: int) -> int:
+        if not block_index < len(table):
+            raise InvalidRequestError(f"block_index: expected less than {len(table)}, got {block_index}")
+        if not self.leases.is_sealed(table[block_index]):
+            raise InvalidRequestError(f"block_index: expected a sealed block, got {block_index}")
+        return table[block_index]
+
+
+async def _in_thread(work: Callable[[list[int]], Result], block_ids: list[int]) -> Result:
+    """Run in a thread; if cancelled, raise only when the thread is over: it uses blocks that must be held till then."""
+    task = asyncio.ensure_future(asyncio.to_thread(work, block_ids))
+    try:
+        return await asyncio.shield(task)
+    finally:
+        while not task.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([task])
+
+
+def check_key(block_key: bytes) -> None:
+    """Refuse a block key of a wrong length.
+
+    Raises:
+        InvalidRequestError: It is empty or too long.
+    """
+    if not 1 <= len(block_key) <= MAX_KEY_BYTES:
+        raise InvalidRequestError(f"block_key: expected 1 to {MAX_KEY_BYTES} bytes, got {len(block_key)}")
+
+
+def check_keys(block_keys: Sequence[bytes]) -> None:
+    """Refuse too many keys, or one of a wrong length; raises InvalidRequestError."""
+    if len(block_keys) > MAX_KEYS:
+        raise InvalidRequestError(f"block_keys: expected at most {MAX_KEYS}, got {len(block_keys)}")
+    for block_key in block_keys:
+        check_key(block_key)

@@ -1,0 +1,185 @@
+"""Translates between the messages of the staging contract and `service`; decides nothing."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from oasiskv.core.errors import ConfigError, InvalidRequestError
+from oasiskv.core.fingerprint import Fingerprint
+from oasiskv.protos.staging.v1 import staging_pb2 as pb
+from oasiskv.protos.staging.v1 import staging_pb2_grpc
+from oasiskv.services.staging.service import Access, Part, PartRange, SealRequest, StagingService
+
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Staging"].full_name
+UNLIMITED = frozenset({f"/{SERVICE_NAME}/Watch"})
+ACCESS = {
+    pb.ACCESS_STREAM: Access.STREAM,
+    pb.ACCESS_MAP_READ: Access.MAP_READ,
+    pb.ACCESS_MAP_WRITE: Access.MAP_WRITE,
+}
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+def add_to_server(service: StagingService, server: grpc.aio.Server) -> None:
+    """Let a server answer for a service."""
+    staging_pb2_grpc.add_StagingServicer_to_server(StagingServicer(service), server)
+
+
+class StagingServicer(staging_pb2_grpc.StagingServicer):
+    """One method per call; `EdgeInterceptor` turns what they raise into status codes."""
+
+    def __init__(self, service: StagingService) -> None:
+        self._service = service
+        self._leases = service.leases
+
+    async def RegisterPeer(self, request: pb.RegisterPeerRequest, context: Context) -> pb.RegisterPeerResponse:
+        if request.access not in ACCESS:
+            raise InvalidRequestError(f"access: expected one of Access, got {request.access}")
+        access = ACCESS[request.access]
+        peer_id = self._service.register_peer(_fingerprint(request.fingerprint), request.name, access)
+        config = self._service.config
+        return pb.RegisterPeerResponse(
+            peer_id=peer_id,
+            peer_ttl_ms=_ms(config.leases.peer_ttl_s),
+            max_lease_ttl_ms=_ms(config.leases.max_ttl_s),
+            max_blocks=config.leases.max_blocks_per_peer,
+            memory_socket="" if access is Access.STREAM else config.memory_socket,
+            num_blocks=config.leases.num_blocks,
+            block_bytes=config.fingerprint.block_bytes,
+            num_parts=config.fingerprint.num_parts,
+            part_bytes=config.fingerprint.part_bytes,
+            epoch=self._service.epoch,
+        )
+
+    async def Allocate(self, request: pb.AllocateRequest, context: Context) -> pb.AllocateResponse:
+        ttl_s = request.ttl_ms / 1000
+        lease_id, block_ids = await self._service.allocate(request.peer_id, request.num_blocks, ttl_s)
+        return pb.AllocateResponse(lease_id=lease_id, ttl_ms=self._granted_ms(ttl_s), block_ids=block_ids)
+
+    async def Seal(self, request: pb.SealRequest, context: Context) -> pb.SealResponse:
+        blocks = [
+            SealRequest(block_index=block.block_index, block_key=block.block_key, checksums=block.checksums)
+            for block in request.blocks
+        ]
+        return pb.SealResponse(block_ids=await self._service.seal(request.peer_id, request.lease_id, blocks))
+
+    async def Locate(self, request: pb.LocateRequest, context: Context) -> pb.LocateResponse:
+        held = self._service.locate(request.peer_id, request.block_keys)
+        return pb.LocateResponse(tiers=[pb.TIER_HOST if is_held else pb.TIER_UNSPECIFIED for is_held in held])
+
+    async def Lease(self, request: pb.LeaseRequest, context: Context) -> pb.LeaseResponse:
+        ttl_s = request.ttl_ms / 1000
+        match request.WhichOneof("blocks"):
+            case "keys":
+                keys = request.keys.block_keys
+                lease_id, block_ids = self._service.lease(request.peer_id, keys, request.min_blocks, ttl_s)
+            case "handle":
+                lease_id, block_ids = self._leases.accept(request.peer_id, request.handle, request.min_blocks, ttl_s)
+            case _:
+                raise InvalidRequestError("blocks: expected keys or a handle, got neither")
+        return pb.LeaseResponse(lease_id=lease_id, ttl_ms=self._granted_ms(ttl_s), num_blocks=len(block_ids))
+
+    async def Renew(self, request: pb.RenewRequest, context: Context) -> pb.RenewResponse:
+        ttl_s = request.ttl_ms / 1000
+        lost = self._leases.renew(request.peer_id, request.lease_ids or None, ttl_s)
+        return pb.RenewResponse(ttl_ms=self._granted_ms(ttl_s), lost_lease_ids=lost)
+
+    async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseResponse:
+        num_released = self._leases.release(request.peer_id, request.lease_ids, request.handles)
+        return pb.ReleaseResponse(num_released=num_released)
+
+    async def FetchDescriptors(
+        self, request: pb.FetchDescriptorsRequest, context: Context
+    ) -> pb.FetchDescriptorsResponse:
+        found = self._service.describe(request.peer_id, request.lease_id, request.block_indices)
+        return pb.FetchDescriptorsResponse(
+            blocks=[
+                pb.BlockDescriptor(
+                    block_index=block.block_index,
+                    block_id=block.block_id,
+                    generation=block.generation,
+                    checksums=block.checksums,
+                )
+                for block in found
+            ]
+        )
+
+    async def Handoff(self, request: pb.HandoffRequest, context: Context) -> pb.HandoffResponse:
+        ttl_s = request.ttl_ms / 1000
+        handle = self._leases.offer(request.peer_id, request.lease_id, ttl_s)
+        return pb.HandoffResponse(handle=handle, ttl_ms=self._granted_ms(ttl_s))
+
+    async def Put(self, requests: AsyncIterator[pb.PutRequest], context: Context) -> pb.PutResponse:
+        owner: tuple[str, str] | None = None
+        num_parts = 0
+        async for request in requests:
+            given = (request.peer_id, request.lease_id)
+            owner = owner or given
+            if given not in (owner, ("", "")):
+                raise InvalidRequestError("lease_id: expected that of the first message, got another")
+            part = Part(
+                block_index=request.block_index, part=request.part, data=request.data, checksum=request.checksum
+            )
+            self._service.put(*owner, part)
+            num_parts += 1
+        return pb.PutResponse(num_parts=num_parts)
+
+    async def Get(self, request: pb.GetRequest, context: Context) -> AsyncIterator[pb.GetResponse]:
+        ranges = [
+            PartRange(block_index=wanted.block_index, first_part=wanted.first_part, num_parts=wanted.num_parts)
+            for wanted in request.ranges
+        ]
+        async for part in self._service.get(request.peer_id, request.lease_id, ranges):
+            yield pb.GetResponse(block_index=part.block_index, part=part.part, data=part.data, checksum=part.checksum)
+
+    async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
+        return pb.DrainResponse(num_leases=self._service.drain())
+
+    async def Stats(self, request: pb.StatsRequest, context: Context) -> pb.StatsResponse:
+        self._leases.expire()
+        counts = self._leases.counts()
+        return pb.StatsResponse(
+            epoch=self._service.epoch,
+            is_draining=self._service.is_draining,
+            num_blocks=self._service.config.leases.num_blocks,
+            num_free_blocks=self._leases.num_free,
+            num_cached_blocks=self._leases.num_cached,
+            num_fenced_blocks=counts.num_fenced_blocks,
+            num_peers=counts.num_peers,
+            num_leases=counts.num_leases,
+            num_sealed_total=self._service.changes.num_sealed,
+            num_evicted_total=self._service.changes.num_removed - self._service.num_corrupt_blocks,
+            num_expired_leases_total=counts.num_expired_total,
+            num_corrupt_blocks_total=self._service.num_corrupt_blocks,
+        )
+
+    async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncIterator[pb.WatchResponse]:
+        changes = self._service.changes
+        sequence = request.sequence if request.epoch == self._service.epoch else None
+        while True:
+            for change in changes.after(sequence):
+                yield pb.WatchResponse(
+                    epoch=self._service.epoch,
+                    sequence=change.sequence,
+                    is_snapshot_start=change.is_snapshot_start,
+                    sealed_keys=change.sealed_keys,
+                    removed_keys=change.removed_keys,
+                )
+                sequence = change.sequence
+            if sequence is not None:
+                await changes.wait(sequence)
+
+    def _granted_ms(self, ttl_s: float) -> int:
+        return _ms(self._service.config.leases.granted_ttl(ttl_s))
+
+
+def _fingerprint(message: pb.Fingerprint) -> Fingerprint:
+    try:
+        return Fingerprint(**{field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields})
+    except ConfigError as error:
+        raise InvalidRequestError(f"fingerprint.{error}") from error
+
+
+def _ms(seconds: float) -> int:
+    return round(seconds * 1000)

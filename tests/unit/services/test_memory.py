@@ -1,0 +1,122 @@
+import asyncio
+import fcntl
+import mmap
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from oasiskv.core.errors import ConfigError, LeaseExpiredError
+from oasiskv.core.fingerprint import Fingerprint
+from oasiskv.core.host_memory import HostPoolConfig
+from oasiskv.engine.host_pool import HostPool
+from oasiskv.services.staging.memory import MemorySocket, StagingMemory
+
+SHAPE = Fingerprint(model_hash="m", dtype="float16", block_size=4, num_layers=3, num_kv_heads=2, head_dim=8)
+NUM_BLOCKS = 5
+
+
+@pytest.fixture
+def memory() -> Iterator[StagingMemory]:
+    made = StagingMemory(SHAPE, NUM_BLOCKS)
+    yield made
+    made.close()
+
+
+def test_a_reader_can_not_map_the_blocks_to_write(memory: StagingMemory) -> None:
+    size = os.fstat(memory.reading_fd).st_size
+    mmap.mmap(memory.reading_fd, size, prot=mmap.PROT_READ).close()
+    with pytest.raises(PermissionError):
+        mmap.mmap(memory.reading_fd, size, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+
+
+def test_nobody_can_map_the_generations_to_write(memory: StagingMemory) -> None:
+    with pytest.raises(PermissionError):
+        mmap.mmap(memory.generations_fd, NUM_BLOCKS * 8, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    with pytest.raises(PermissionError):
+        os.pwrite(memory.generations_fd, b"x", 0)
+    memory.generations[3] = 8
+    with mmap.mmap(memory.generations_fd, NUM_BLOCKS * 8, prot=mmap.PROT_READ) as seen:
+        assert np.frombuffer(seen[:], np.uint64).tolist() == [0, 0, 0, 8, 0]
+
+
+def test_nobody_can_pull_pages_away(memory: StagingMemory) -> None:
+    with pytest.raises(PermissionError):
+        os.ftruncate(memory.blocks_fd, 0)
+    assert fcntl.fcntl(memory.blocks_fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SEAL
+
+
+def test_a_block_is_wiped_when_it_is_given_out_again(memory: StagingMemory) -> None:
+    memory.wipe([1, 2])
+    memory.parts[1:3] = 7
+    memory.wipe([2, 3])
+    assert [bool(memory.parts[block_id].any()) for block_id in range(NUM_BLOCKS)] == [False, True, False, False, False]
+
+
+def test_the_engine_maps_the_blocks_as_a_host_pool(memory: StagingMemory) -> None:
+    memory.parts[2, 1] = np.arange(SHAPE.part_bytes, dtype=np.uint8)
+    config = HostPoolConfig(
+        num_blocks=NUM_BLOCKS, num_layers=3, num_kv_heads=2, block_size=4, head_dim=8, dtype_bytes=2
+    )
+    with HostPool.attach(memory.reading_fd, config, torch.float16) as pool:
+        seen = pool.units[2, 1].clone()
+    np.testing.assert_array_equal(seen.view(torch.uint8).numpy().ravel(), np.arange(SHAPE.part_bytes, dtype=np.uint8))
+
+
+def test_the_socket_refuses_who_is_no_peer_and_notices_the_end_of_who_is(memory: StagingMemory, tmp_path: Path) -> None:
+    opened: list[str] = []
+    closed: list[str] = []
+
+    def open_link(peer_id: str) -> bool:
+        if peer_id != "known":
+            raise LeaseExpiredError("peer_id: expected a registered peer")
+        opened.append(peer_id)
+        return False
+
+    async def ask(line: bytes) -> tuple[bytes, int]:
+        def talk() -> tuple[bytes, int]:
+            with socket.socket(socket.AF_UNIX) as link:
+                link.connect(str(tmp_path / "s"))
+                link.sendall(line)
+                answer, fds, _, _ = socket.recv_fds(link, 4096, 2)
+                for fd in fds:
+                    os.close(fd)
+                return answer, len(fds)
+
+        return await asyncio.to_thread(talk)
+
+    async def scenario() -> None:
+        listener = MemorySocket(tmp_path / "s", memory, open_link, closed.append)
+        await listener.start()
+        assert await ask(b"known\n") == (b"ok\n", 2)
+        answer, num_fds = await ask(b"unknown\n")
+        assert answer.startswith(b"error peer_id")
+        assert num_fds == 0
+        assert (await ask(b"x" * 1000))[0].startswith(b"error peer_id")
+        assert (await ask(b"\xff\n"))[0].startswith(b"error")
+        async with asyncio.timeout(10):
+            while not closed:
+                await asyncio.sleep(0.01)
+        with pytest.raises(ConfigError, match="memory_socket"):
+            await MemorySocket(tmp_path / "s", memory, open_link, closed.append).start()
+        await listener.stop()
+
+    asyncio.run(scenario())
+    assert opened == closed == ["known"]
+    assert not (tmp_path / "s").exists()
+
+
+def test_the_socket_of_a_process_that_died_is_taken_over(memory: StagingMemory, tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(tmp_path / "s"))
+
+    async def scenario() -> None:
+        listener = MemorySocket(tmp_path / "s", memory, lambda peer_id: True, lambda peer_id: None)
+        await listener.start()
+        await listener.stop()
+
+    asyncio.run(scenario())

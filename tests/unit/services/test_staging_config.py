@@ -1,0 +1,72 @@
+import asyncio
+import re
+from pathlib import Path
+
+import pytest
+
+from oasiskv.core.errors import ConfigError
+from oasiskv.services.staging.__main__ import read_config, run
+
+TEXT = """
+[staging]
+pool_bytes = 10_000
+memory_socket = "/run/oasiskv/staging.sock"
+[fingerprint]
+model_hash = "m"
+dtype = "float16"
+block_size = 4
+num_layers = 3
+num_kv_heads = 2
+head_dim = 8
+[leases]
+max_ttl_s = 5.0
+[server]
+address = "127.0.0.1:0"
+"""
+
+
+def test_the_number_of_blocks_follows_from_the_bytes_of_the_pool() -> None:
+    config = read_config(TEXT)
+    assert config.staging.fingerprint.block_bytes == 3 * 2 * 4 * 2 * 8 * 2
+    assert config.staging.leases.num_blocks == 10_000 // 768
+    assert config.staging.leases.max_blocks_per_peer == 13
+    assert config.staging.leases.max_ttl_s == 5.0
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "name"),
+    [
+        ("pool_bytes = 10_000", "pool_bytes = 767", "staging.pool_bytes"),
+        ("pool_bytes = 10_000", "", "staging.pool_bytes"),
+        ("pool_bytes = 10_000", 'pool_bytes = "10G"', "staging.pool_bytes"),
+        ('memory_socket = "/run/oasiskv/staging.sock"', "", "staging.memory_socket"),
+        ("[staging]", "[staging]\nis_strict = true", "staging.memory_socket"),
+        ("[staging]", "[staging]\nmemory_sockte = 1", "staging.memory_sockte"),
+        ('dtype = "float16"', 'dtype = "int4"', "fingerprint.dtype"),
+        ('dtype = "float16"', "", "fingerprint: .*dtype"),
+        ("max_ttl_s = 5.0", "max_ttl_s = 0", "leases.max_ttl_s"),
+        ("max_ttl_s = 5.0", "num_blocks = 5", "leases.num_blocks"),
+        ('"127.0.0.1:0"', '"here"', "server.address"),
+        ("[leases]", "[lease]", "lease: "),
+        ("[server]", "[server", "config: expected TOML"),
+        ("[server]", "[tls]\nkey = 'a'\n[server]", "tls: .*certificate"),
+    ],
+)
+def test_a_wrong_setting_is_refused_by_its_name(before: str, after: str, name: str) -> None:
+    assert before in TEXT
+    with pytest.raises(ConfigError, match=f"^{name}"):
+        read_config(TEXT.replace(before, after))
+
+
+def test_a_pool_beyond_the_limit_is_refused_before_any_memory_is_taken() -> None:
+    config = read_config(TEXT.replace("[staging]", "[staging]\nhost_limit_bytes = 9_000"))
+    with pytest.raises(ConfigError, match=r"exceed the limit .*host_limit_bytes"):
+        asyncio.run(run(config))
+
+
+def test_the_documented_configuration_is_accepted() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "architecture.md").read_text()
+    (example,) = re.findall(r"```toml\n(.*?)```", text, flags=re.DOTALL)
+    config = read_config(example)
+    assert config.staging.leases.num_blocks == 2**34 // config.staging.fingerprint.block_bytes
+    assert config.server.tls is not None
