@@ -265,6 +265,8 @@ def test_bytes_that_changed_after_sealing_are_found_and_dropped(server: Server) 
                 await broken.read(lease_id, 2)
             assert (await broken.stats()).num_corrupt_blocks_total == before + 1
             assert (await broken.lease(b"c0", b"c1")).num_blocks == 1, "nobody is sent to the broken block again"
+            with pytest.raises(CorruptBlockError, match="block 1 was found"):
+                await broken.describe(lease_id)
             pool.close()
 
     asyncio.run(scenario())
@@ -425,6 +427,24 @@ def test_a_strict_service_hands_no_memory_over_and_drains_on_sigterm(tmp_path: P
         asyncio.run(scenario(server))
         assert server.process.stdout is not None
         server.process.stdout.close()
+
+
+def test_a_service_that_was_killed_starts_again_over_what_it_left(tmp_path: Path) -> None:
+    async def use(server: Server) -> str:
+        async with peer(server, pb.ACCESS_MAP_READ) as user:
+            stats = await user.stats()
+            assert stats.num_free_blocks == NUM_BLOCKS
+            assert stats.num_cached_blocks == 0
+            await user.stage(random_blocks(9, b"k0"))
+            MappedPool(user.peer_id, user.registered).close()
+            return user.registered.epoch
+
+    epochs = set()
+    for _ in range(2):
+        with running(tmp_path, f'memory_socket = "{tmp_path}/memory.sock"') as server:
+            epochs.add(asyncio.run(use(server)))
+        assert (tmp_path / "memory.sock").exists()
+    assert len(epochs) == 2
 
 
 def test_a_wrong_field_is_named_and_changes_nothing(server: Server) -> None:

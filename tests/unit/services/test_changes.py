@@ -1,6 +1,6 @@
 import asyncio
 
-from oasiskv.services.staging.changes import ChangeLog
+from oasiskv.services.staging.changes import MAX_KEYS_PER_MESSAGE, ChangeLog
 
 
 def apply(state: set[bytes], log: ChangeLog, sequence: int | None) -> int:
@@ -42,6 +42,19 @@ def test_a_watcher_too_far_behind_starts_over_from_a_snapshot() -> None:
     apply(state, log, 2)
     assert state == {bytes([number]) for number in range(5)}
     assert not log.after(3)[0].is_snapshot_start
+
+
+def test_no_message_grows_beyond_its_bound() -> None:
+    log, state = ChangeLog(), set[bytes]()
+    keys = [number.to_bytes(4) for number in range(2 * MAX_KEYS_PER_MESSAGE + 1)]
+    for block_key in keys:
+        log.add(block_key, True)
+    for start in (0, None):
+        state.clear()
+        messages = log.after(start)
+        assert [len(change.sealed_keys) for change in messages] == [MAX_KEYS_PER_MESSAGE, MAX_KEYS_PER_MESSAGE, 1]
+        assert apply(state, log, start) == len(keys)
+        assert state == set(keys)
 
 
 def test_a_sequence_of_another_life_starts_over_too() -> None:

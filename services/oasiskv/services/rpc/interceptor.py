@@ -2,12 +2,13 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 
-from oasiskv.core.errors import OasisError, TransferTimeoutError
+from oasiskv.core.errors import InvalidRequestError, OasisError, TransferTimeoutError
 from oasiskv.services.rpc.status import ERROR_KEY, MAX_DETAILS, code_of
 
 logger = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
             return None
         method = handler_call_details.method
         max_s = None if method in self._unlimited else self._max_call_s
-        serializers = (handler.request_deserializer, handler.response_serializer)
+        serializers = (_tolerant(handler.request_deserializer), handler.response_serializer)
         match handler.request_streaming, handler.response_streaming:
             case False, False:
                 return grpc.unary_unary_rpc_method_handler(_unary(handler.unary_unary, method, max_s), *serializers)
@@ -57,7 +58,7 @@ def _unary(behaviour: Callable[..., Awaitable[Any]], method: str, max_s: float |
     async def handle(request: Any, context: Context) -> Any:
         try:
             async with asyncio.timeout(max_s):
-                return await behaviour(request, context)
+                return await behaviour(_checked(request), context)
         except Exception as error:
             await _abort(context, method, error)
 
@@ -68,7 +69,11 @@ def _stream(
     behaviour: Callable[..., AsyncIterator[Any]], method: str, max_s: float | None
 ) -> Callable[..., AsyncIterator[Any]]:
     async def handle(request: Any, context: Context) -> AsyncIterator[Any]:
-        responses = behaviour(request, context)
+        try:
+            responses = behaviour(_checked(request), context)
+        except InvalidRequestError as error:
+            await _abort(context, method, error)
+            return
         try:
             async with asyncio.timeout(max_s):
                 async for response in responses:
@@ -80,6 +85,32 @@ def _stream(
             await responses.aclose()  # type: ignore[attr-defined]
 
     return handle
+
+
+def _tolerant(deserialize: "Callable[[bytes], Any] | None") -> "Callable[[bytes], Any] | None":
+    """Pass on what cannot be decoded, for `_checked` to refuse: gRPC itself would call it INTERNAL, a bug of ours."""
+    if deserialize is None:
+        return None
+
+    def decode(data: bytes) -> Any:
+        try:
+            return deserialize(data)
+        except DecodeError as error:
+            return error
+
+    return decode
+
+
+def _checked(request: Any) -> Any:
+    """Return the message, or the stream of them, unless it could not be decoded."""
+    if isinstance(request, DecodeError):
+        raise InvalidRequestError(f"message: expected one of the contract, got other bytes: {request}")
+    return _checked_stream(request) if isinstance(request, AsyncIterable) else request
+
+
+async def _checked_stream(requests: AsyncIterable[Any]) -> AsyncIterator[Any]:
+    async for request in requests:
+        yield _checked(request)
 
 
 async def _abort(context: Context, method: str, error: Exception) -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import contextlib
 import logging
 import signal
 import sys
@@ -103,27 +104,31 @@ async def run(config: ProcessConfig) -> None:
     stopping: asyncio.Queue[int] = asyncio.Queue()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.put_nowait, number)
-    memory = StagingMemory(config.staging.fingerprint, config.staging.leases.num_blocks)
-    service = StagingService(config.staging, memory)
-    link = MemorySocket(Path(config.staging.memory_socket), memory, service.open_link, service.leases.close_link)
-    if not config.staging.is_strict:
-        await link.start()
-    server = await RpcServer.start(config.server, partial(add_to_server, service), (SERVICE_NAME,), UNLIMITED)
-    try:
+    async with contextlib.AsyncExitStack() as resources:
+        memory = StagingMemory(config.staging.fingerprint, config.staging.leases.num_blocks)
+        resources.callback(memory.close)
+        service = StagingService(config.staging, memory)
+        if not config.staging.is_strict:
+            path = Path(config.staging.memory_socket)
+            link = MemorySocket(path, memory, service.open_link, service.leases.close_link)
+            await link.start()
+            resources.push_async_callback(link.stop)
+        server = await RpcServer.start(config.server, partial(add_to_server, service), (SERVICE_NAME,), UNLIMITED)
+        resources.push_async_callback(server.stop, grace_s=1.0)
         print(f"oasiskv staging listens on port {server.port}", flush=True)
         await stopping.get()
-        logger.info("draining: %d leases are left", service.drain())
         await server.set_serving(False)
-        try:
-            async with asyncio.timeout(config.drain_s):
-                while service.drain() and stopping.empty():
-                    await asyncio.sleep(0.1)
-        except TimeoutError:
-            logger.warning("stopping with %d leases that have not ended", service.drain())
-    finally:
-        await server.stop(grace_s=1.0)
-        await link.stop()
-        memory.close()
+        await _drain(service, config.drain_s, stopping)
+
+
+async def _drain(service: StagingService, drain_s: float, stopping: "asyncio.Queue[int]") -> None:
+    logger.info("draining: %d leases are left", service.drain())
+    try:
+        async with asyncio.timeout(drain_s):
+            while service.drain() and stopping.empty():
+                await asyncio.sleep(0.1)
+    except TimeoutError:
+        logger.warning("stopping with %d leases that have not ended", service.drain())
 
 
 def main() -> int:

@@ -1,6 +1,7 @@
 """Which blocks became findable and ceased to be, in order, for watchers that keep an index elsewhere."""
 
 import asyncio
+import itertools
 from collections import deque
 from dataclasses import dataclass
 
@@ -57,20 +58,20 @@ class ChangeLog:
         is_known = sequence is not None and self._sequence - len(self._events) <= sequence <= self._sequence
         if not is_known or sequence is None:
             return self._snapshot()
-        num_new = self._sequence - sequence
-        if not num_new:
-            return []
-        latest: dict[bytes, bool] = {}
-        for index in range(len(self._events) - num_new, len(self._events)):
-            block_key, is_held = self._events[index]
-            latest[block_key] = is_held
-        return [
-            Change(
-                sequence=self._sequence,
-                sealed_keys=tuple(key for key, is_held in latest.items() if is_held),
-                removed_keys=tuple(key for key, is_held in latest.items() if not is_held),
+        oldest = self._sequence - len(self._events)
+        new = list(itertools.islice(self._events, sequence - oldest, None))
+        found = []
+        for start in range(0, len(new), MAX_KEYS_PER_MESSAGE):
+            events = new[start : start + MAX_KEYS_PER_MESSAGE]
+            latest = dict(events)  # of a key's events the last one counts
+            found.append(
+                Change(
+                    sequence=sequence + start + len(events),
+                    sealed_keys=tuple(key for key, is_held in latest.items() if is_held),
+                    removed_keys=tuple(key for key, is_held in latest.items() if not is_held),
+                )
             )
-        ]
+        return found
 
     def _snapshot(self) -> list[Change]:
         keys = list(self._keys)

@@ -23,6 +23,7 @@ SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 F_SEAL_FUTURE_WRITE = 0x10  # not in the fcntl module of Python 3.11
 TOUCH_BYTES = 64 * 2**20
 MAX_REQUEST_BYTES = 256
+ACCEPT_RETRY_S = 0.5
 
 
 class StagingMemory:
@@ -142,8 +143,13 @@ class MemorySocket:
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            connection, _ = await loop.sock_accept(listener)
-            self._start_task(self._serve(connection))
+            try:
+                connection, _ = await loop.sock_accept(listener)
+            except OSError as error:  # too many open files: later there may be fewer
+                logger.warning("no memory can be handed over: %s", error)
+                await asyncio.sleep(ACCEPT_RETRY_S)
+            else:
+                self._start_task(self._serve(connection))
 
     async def _serve(self, connection: socket.socket) -> None:
         with connection:

@@ -126,6 +126,8 @@ class StagingService:
         self.is_draining = False
         self.leases = LeaseTable(config.leases, clock, generations=memory.generations, on_change=self.changes.add)
         self._access: dict[str, Access] = {}
+        # Dropped blocks that a lease still names, until they get new content.
+        self._corrupt_ids: set[int] = set()
 
     def register_peer(self, fingerprint: Fingerprint, name: str, access: Access) -> str:
         """Return the id of a new peer.
@@ -165,6 +167,7 @@ class StagingService:
         """Take blocks to write to, all bytes 0; raises as `LeaseTable.allocate`, and PeerUnavailableError on drain."""
         self._refuse_if_draining()
         lease_id, block_ids = self.leases.allocate(peer_id, num_blocks, ttl_s)
+        self._corrupt_ids.difference_update(block_ids)
         try:
             with self.leases.hold(peer_id, lease_id):
                 await _in_thread(self.memory.wipe, block_ids)
@@ -210,7 +213,9 @@ class StagingService:
             for block_id, sums in found.items():
                 if not self.leases.is_sealed(block_id):
                     self.memory.checksums[block_id] = sums
-            return self.leases.seal(peer_id, lease_id, keys)
+            sealed_ids = self.leases.seal(peer_id, lease_id, keys)
+            self._corrupt_ids.difference_update(sealed_ids)
+            return sealed_ids
 
     def locate(self, peer_id: str, block_keys: Sequence[bytes]) -> list[bool]:
         """Return whether each key is held now.
@@ -233,6 +238,7 @@ class StagingService:
         """Return where blocks of a lease are; all of them if none is named.
 
         Raises:
+            CorruptBlockError: A block was found to be corrupt since it was leased.
             InvalidRequestError: A block is not in the lease, or not sealed.
             LeaseExpiredError: The peer or the lease is unknown or has ended.
         """
@@ -289,6 +295,7 @@ class StagingService:
                     expected = int(self.memory.checksums[block_id, number])
                     if checksum(data) != expected:
                         self.num_corrupt_blocks += 1
+                        self._corrupt_ids.add(block_id)
                         self.leases.drop(block_id)
                         logger.error("host block %d: part %d differs from its checksum; dropped", block_id, number)
                         raise CorruptBlockError(f"checksum: part {number} of block {wanted.block_index} is not intact")
@@ -310,6 +317,8 @@ class StagingService:
     def _sealed_block(self, table: Sequence[int], block_index: int) -> int:
         if not block_index < len(table):
             raise InvalidRequestError(f"block_index: expected less than {len(table)}, got {block_index}")
+        if table[block_index] in self._corrupt_ids:
+            raise CorruptBlockError(f"block_index: block {block_index} was found to be corrupt and dropped")
         if not self.leases.is_sealed(table[block_index]):
             raise InvalidRequestError(f"block_index: expected a sealed block, got {block_index}")
         return table[block_index]

@@ -164,7 +164,7 @@ class StagingServicer:
         raise NotImplementedError('Method not implemented!')
 
     def FetchDescriptors(self, request, context):
-        """Where the blocks of a lease are, and what their bytes must hash to.
+        """Where the blocks of a lease are, and what their bytes must hash to. CorruptBlockError if one was found corrupt since.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

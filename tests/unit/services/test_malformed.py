@@ -1,0 +1,170 @@
+"""Whatever arrives at the port of the staging service: a typed answer, and nothing is left behind."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf import message_factory
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message import Message
+from hypothesis import given
+from hypothesis import strategies as st
+
+from oasiskv.core.fingerprint import Fingerprint
+from oasiskv.core.lease_limits import LeaseConfig
+from oasiskv.protos.staging.v1 import staging_pb2 as pb
+from oasiskv.services.rpc.server import RpcServer, ServerConfig
+from oasiskv.services.rpc.status import CLASSES, ERROR_KEY
+from oasiskv.services.staging.memory import StagingMemory
+from oasiskv.services.staging.service import Access, StagingConfig, StagingService
+from oasiskv.services.staging.servicer import SERVICE_NAME, add_to_server
+
+SHAPE = Fingerprint(model_hash="m", dtype="float16", block_size=4, num_layers=3, num_kv_heads=2, head_dim=8)
+LIMITS = LeaseConfig(num_blocks=8, max_blocks_per_peer=6, max_leases_per_peer=4, max_peers=3)
+SERVICE = pb.DESCRIPTOR.services_by_name["Staging"]
+# Drain would refuse all that follows, and Watch has no end.
+METHODS = [method for method in SERVICE.methods if method.name not in ("Drain", "Watch")]
+
+
+class Place:
+    """A service in this process, a peer and a lease of it, and a channel."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.memory = StagingMemory(SHAPE, LIMITS.num_blocks)
+        self.service = StagingService(StagingConfig(fingerprint=SHAPE, leases=LIMITS, is_strict=True), self.memory)
+        self.peer_id = self.service.register_peer(SHAPE, "fuzz", Access.STREAM)
+        self.lease_id, _ = self.service.leases.allocate(self.peer_id, 2, 60.0)
+        self.channel = self.loop.run_until_complete(self.start())
+
+    async def start(self) -> grpc.aio.Channel:
+        config = ServerConfig(address="127.0.0.1:0")
+        self.server = await RpcServer.start(config, lambda server: add_to_server(self.service, server), (SERVICE_NAME,))
+        return grpc.aio.insecure_channel(f"127.0.0.1:{self.server.port}")
+
+    async def send(self, method: Any, payloads: list[bytes]) -> None:
+        """Send bytes as they are; fails unless the answer is a success or an error with a name."""
+        name = f"/{SERVICE_NAME}/{method.name}"
+        kind = ("stream" if method.client_streaming else "unary", "stream" if method.server_streaming else "unary")
+        call: Any = getattr(self.channel, "_".join(kind))(name)
+        answer = call(iter(payloads) if method.client_streaming else payloads[0], timeout=20)
+        try:
+            if method.server_streaming:
+                assert [part async for part in answer] != None
+            else:
+                await answer
+        except grpc.aio.AioRpcError as failure:
+            names = {value for key, value in failure.trailing_metadata() or () if key == ERROR_KEY}
+            if not names & CLASSES.keys():
+                pytest.fail(f"{method.name}: {failure.code()} {failure.details()}")
+
+    async def stop(self) -> None:
+        await self.channel.close()
+        await self.server.stop(0)
+
+    def close(self) -> None:
+        self.loop.run_until_complete(self.stop())
+        self.loop.close()
+        self.memory.close()
+
+
+@pytest.fixture(scope="module")
+def place() -> Iterator[Place]:
+    made = Place()
+    yield made
+    made.close()
+
+
+def messages(descriptor: Descriptor) -> st.SearchStrategy[Any]:
+    """Messages of a type, each field absent, extreme, or plausible; ids are often those of the peer and its lease."""
+    cls = message_factory.GetMessageClass(descriptor)
+    fields = {field.name: values(field) for field in descriptor.fields}
+    return st.fixed_dictionaries({}, optional=fields).map(lambda chosen: cls(**last_of_oneofs(descriptor, chosen)))
+
+
+def last_of_oneofs(descriptor: Descriptor, chosen: dict[str, Any]) -> dict[str, Any]:
+    for oneof in descriptor.oneofs:
+        for name in [field.name for field in oneof.fields if field.name in chosen][:-1]:
+            del chosen[name]
+    return chosen
+
+
+def values(field: FieldDescriptor) -> st.SearchStrategy[Any]:
+    one: st.SearchStrategy[Any]
+    match field.type:
+        case FieldDescriptor.TYPE_STRING:
+            one = st.sampled_from(["PEER", "LEASE"]) | st.text(max_size=9)
+        case FieldDescriptor.TYPE_BYTES:
+            one = st.binary(max_size=9) | st.sampled_from([b"k", bytes(257), bytes(SHAPE.part_bytes)])
+        case FieldDescriptor.TYPE_UINT32:
+            one = st.integers(0, 4) | st.sampled_from([2**31, 2**32 - 1])
+        case FieldDescriptor.TYPE_UINT64 | FieldDescriptor.TYPE_FIXED64:
+            one = st.sampled_from([0, 1, 1000, 2**63, 2**64 - 1])
+        case FieldDescriptor.TYPE_ENUM:
+            one = st.integers(0, 9)
+        case _:
+            assert field.message_type is not None
+            one = messages(field.message_type)
+    return st.lists(one, max_size=4) if field.is_repeated else one
+
+
+def fill_in(message: Message, place: Place) -> Message:
+    """Put the real ids where the strategy, which cannot know them, chose them."""
+    for name in ("peer_id", "lease_id"):
+        if getattr(message, name, None) in ("PEER", "LEASE"):
+            setattr(message, name, {"peer_id": place.peer_id, "lease_id": place.lease_id}[name])
+    return message
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+@given(data=st.data())
+def test_odd_messages_get_typed_answers_and_leave_nothing(place: Place, method: Any, data: st.DataObject) -> None:
+    sent = data.draw(st.lists(messages(method.input_type), min_size=1, max_size=3))
+    place.loop.run_until_complete(place.send(method, [fill_in(one, place).SerializeToString() for one in sent]))
+    place.service.leases.check_invariants()
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+@given(payload=st.binary(min_size=1, max_size=40).map(lambda tail: b"\xff" + tail))
+def test_bytes_that_are_no_message_get_a_typed_answer(place: Place, method: Any, payload: bytes) -> None:
+    place.loop.run_until_complete(place.send(method, [payload]))
+    place.service.leases.check_invariants()
+
+
+def test_what_the_odd_messages_took_is_bounded(place: Place) -> None:
+    counts = place.service.leases.counts()
+    assert counts.num_peers <= LIMITS.max_peers
+    assert counts.num_leases <= LIMITS.max_peers * LIMITS.max_leases_per_peer
+
+
+def test_an_allocation_that_is_cancelled_while_it_wipes_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        memory = StagingMemory(SHAPE, LIMITS.num_blocks)
+        service = StagingService(StagingConfig(fingerprint=SHAPE, leases=LIMITS, is_strict=True), memory)
+        peer_id = service.register_peer(SHAPE, "cancels", Access.STREAM)
+        loop = asyncio.get_running_loop()
+        is_wiping, may_end = asyncio.Event(), threading.Event()
+
+        def wipe_slowly(block_ids: list[int]) -> None:
+            loop.call_soon_threadsafe(is_wiping.set)
+            may_end.wait(20)
+
+        monkeypatch.setattr(memory, "wipe", wipe_slowly)
+        allocating = asyncio.create_task(service.allocate(peer_id, 5, 30.0))
+        await is_wiping.wait()
+        allocating.cancel()
+        for _ in range(3):
+            await asyncio.sleep(0.01)
+            allocating.cancel()
+            assert service.leases.num_free == 3, "the thread still writes to the blocks"
+        may_end.set()
+        with pytest.raises(asyncio.CancelledError):
+            await allocating
+        assert service.leases.num_free == LIMITS.num_blocks
+        assert service.leases.counts().num_leases == 0
+        memory.close()
+
+    asyncio.run(scenario())
