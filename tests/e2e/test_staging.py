@@ -287,6 +287,19 @@ def test_bytes_that_differ_from_their_checksum_are_not_sealed(server: Server) ->
     asyncio.run(scenario())
 
 
+def test_a_part_that_arrives_broken_is_not_written(server: Server) -> None:
+    async def scenario() -> None:
+        async with peer(server) as writer:
+            lease = await writer.allocate(1)
+            broken = pb.PutRequest(peer_id=writer.peer_id, lease_id=lease.lease_id, data=b"x" * PART_BYTES, checksum=1)
+            with pytest.raises(CorruptBlockError, match="part 0 of block 0 arrived"):
+                await writer.client.call(writer.client.stub.Put, iter([broken]))
+            empty = {b"e0": np.zeros((NUM_PARTS, PART_BYTES), np.uint8)}
+            await writer.seal(lease.lease_id, empty)  # which verifies that the block still is all 0
+
+    asyncio.run(scenario())
+
+
 def test_a_writer_that_is_killed_gives_its_blocks_back_after_its_lease(server: Server) -> None:
     async def scenario() -> None:
         async with peer(server) as watcher:

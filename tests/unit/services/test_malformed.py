@@ -53,7 +53,8 @@ class Place:
         answer = call(iter(payloads) if method.client_streaming else payloads[0], timeout=20)
         try:
             if method.server_streaming:
-                assert [part async for part in answer] != None
+                async for _ in answer:
+                    pass
             else:
                 await answer
         except grpc.aio.AioRpcError as failure:
