@@ -94,10 +94,10 @@ def test_the_socket_refuses_who_is_no_peer_and_notices_the_end_of_who_is(memory:
         await listener.start()
         assert await ask(b"known\n") == (b"ok\n", 2)
         answer, num_fds = await ask(b"unknown\n")
-        assert answer.startswith(b"error peer_id")
+        assert answer.startswith(b"error LeaseExpiredError peer_id")
         assert num_fds == 0
-        assert (await ask(b"x" * 1000))[0].startswith(b"error peer_id")
-        assert (await ask(b"\xff\n"))[0].startswith(b"error")
+        assert (await ask(b"x" * 1000))[0].startswith(b"error InvalidRequestError peer_id")
+        assert (await ask(b"\xff\n"))[0].startswith(b"error LeaseExpiredError")
         async with asyncio.timeout(10):
             while not closed:
                 await asyncio.sleep(0.01)

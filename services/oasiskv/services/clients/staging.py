@@ -19,7 +19,7 @@ from oasiskv.core.errors import CorruptBlockError, LeaseExpiredError, PeerUnavai
 from oasiskv.protos.staging.v1 import staging_pb2 as pb
 from oasiskv.protos.staging.v1 import staging_pb2_grpc
 from oasiskv.services.checksums import checksum, checksums
-from oasiskv.services.rpc.status import error_of
+from oasiskv.services.rpc.status import CLASSES, error_of
 from oasiskv.services.rpc.tls import TlsConfig, channel_credentials
 
 Response = TypeVar("Response")
@@ -127,6 +127,7 @@ class MappedPool:
 
         Raises:
             LeaseExpiredError: The service does not know the peer.
+            UnsupportedError: The peer registered for streams.
             PeerUnavailableError: Nothing answers at the memory socket; nothing is mapped.
         """
         with contextlib.ExitStack() as resources:
@@ -151,7 +152,7 @@ class MappedPool:
             CorruptBlockError: A part differs from its checksum.
             LeaseExpiredError: The block has got other content since it was described.
         """
-        self._check_generation(block)
+        self._check_generation(block)  # only spares a copy that could not be right
         copy: NDArray[np.uint8] = self.parts[block.block_id].copy()
         self._check_generation(block)
         if checksums(copy).tolist() != list(block.checksums):
@@ -181,7 +182,9 @@ def _receive(link: socket.socket, path: str, peer_id: str) -> tuple[int, int]:
             f"memory_socket: expected an answer at {path}, got {cause}; nothing is mapped"
         ) from cause
     if answer != b"ok\n" or len(fds) != 2:
-        raise LeaseExpiredError(f"peer_id: the service refused its memory: {answer.decode(errors='replace').strip()}")
+        _, _, refusal = answer.decode(errors="replace").strip().partition(" ")
+        name, _, message = refusal.partition(" ")
+        raise CLASSES.get(name, PeerUnavailableError)(message or f"memory_socket: expected memory, got {answer!r}")
     return fds[0], fds[1]
 
 

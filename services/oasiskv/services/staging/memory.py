@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from oasiskv.core.errors import ConfigError, OasisError
+from oasiskv.core.errors import ConfigError, InvalidRequestError, OasisError
 from oasiskv.core.fingerprint import Fingerprint
 
 logger = logging.getLogger(__name__)
@@ -78,8 +78,8 @@ class MemorySocket:
     """Hands the memory to processes of registered peers, and notices when such a process ends.
 
     A process connects, sends its peer id and a newline, and gets `ok` with two descriptors, of the blocks and of the
-    generations, or `error` and a reason. It keeps the connection for as long as it maps the memory: the kernel closes
-    it whenever the process ends, however it ends.
+    generations, or `error`, a class and a message. It keeps the connection for as long as it maps the memory: the
+    kernel closes it whenever the process ends, however it ends.
     """
 
     def __init__(
@@ -158,9 +158,9 @@ class MemorySocket:
                 async with asyncio.timeout(5.0):
                     peer_id = await _read_line(loop, connection)
                 may_write = self._open_link(peer_id)
-            except (OasisError, OSError, TimeoutError, ValueError) as error:
+            except (OasisError, OSError, TimeoutError) as error:
                 with contextlib.suppress(OSError):
-                    connection.send(f"error {error}\n".encode())
+                    connection.send(f"error {type(error).__name__} {error}\n".encode())
                 return
             try:
                 blocks_fd = self._memory.blocks_fd if may_write else self._memory.reading_fd
@@ -179,8 +179,8 @@ async def _read_line(loop: asyncio.AbstractEventLoop, connection: socket.socket)
         data = await loop.sock_recv(connection, MAX_REQUEST_BYTES)
         line += data
         if not data or len(line) > MAX_REQUEST_BYTES:
-            raise ValueError("peer_id: expected a peer id and a newline")
-    return line[:-1].decode("ascii")
+            raise InvalidRequestError("peer_id: expected a peer id and a newline")
+    return line[:-1].decode("ascii", errors="replace")
 
 
 def _create(resources: contextlib.ExitStack, name: str, num_bytes: int) -> int:

@@ -150,6 +150,11 @@ class StagingService:
         logger.info("peer %r registered to %s", name, access.value)
         return peer_id
 
+    @property
+    def num_known_access(self) -> int:
+        """Peers whose way of access is remembered; those forgotten go with the next that registers."""
+        return len(self._access)
+
     def open_link(self, peer_id: str) -> bool:
         """Note that a process of a peer gets the memory, and return whether it may write.
 
