@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from oasiskv.core.fingerprint import Fingerprint
 from oasiskv.core.lease_limits import LeaseConfig
 from oasiskv.protos.staging.v1 import staging_pb2 as pb
+from oasiskv.protos.staging.v1 import staging_pb2_grpc
+from oasiskv.services.checksums import checksum
 from oasiskv.services.rpc.server import RpcServer, ServerConfig
 from oasiskv.services.rpc.status import CLASSES, ERROR_KEY
 from oasiskv.services.staging.memory import StagingMemory
@@ -23,7 +25,7 @@ from oasiskv.services.staging.service import Access, StagingConfig, StagingServi
 from oasiskv.services.staging.servicer import SERVICE_NAME, add_to_server
 
 SHAPE = Fingerprint(model_hash="m", dtype="float16", block_size=4, num_layers=3, num_kv_heads=2, head_dim=8)
-LIMITS = LeaseConfig(num_blocks=8, max_blocks_per_peer=6, max_leases_per_peer=4, max_peers=3)
+LIMITS = LeaseConfig(num_blocks=8, max_blocks_per_peer=6, max_leases_per_peer=4, max_peers=9)
 SERVICE = pb.DESCRIPTOR.services_by_name["Staging"]
 # Drain would refuse all that follows, and Watch has no end.
 METHODS = [method for method in SERVICE.methods if method.name not in ("Drain", "Watch")]
@@ -133,6 +135,31 @@ def test_odd_messages_get_typed_answers_and_leave_nothing(place: Place, method: 
 def test_bytes_that_are_no_message_get_a_typed_answer(place: Place, method: Any, payload: bytes) -> None:
     place.loop.run_until_complete(place.send(method, [payload]))
     place.service.leases.check_invariants()
+
+
+def test_a_put_stream_does_not_change_its_lease(place: Place) -> None:
+    service = place.service
+    peer_id = service.register_peer(SHAPE, "puts", Access.STREAM)
+    lease_ids = [service.leases.allocate(peer_id, 1, 60.0)[0] for _ in range(2)]
+    data = bytes(range(256))
+    sent = [
+        pb.PutRequest(peer_id=peer_id, lease_id=lease_id, part=part, data=data, checksum=checksum(data))
+        for part, lease_id in enumerate([lease_ids[0], "", lease_ids[1]])
+    ]
+    sent[1].peer_id = ""
+    written = []
+
+    async def send() -> None:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await staging_pb2_grpc.StagingStub(place.channel).Put(iter(sent), timeout=20)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        for lease_id in lease_ids:
+            (block_id,) = service.leases.writable(peer_id, lease_id)
+            written.append([service.memory.parts[block_id, part].any() for part in range(SHAPE.num_parts)])
+        service.leases.release(peer_id, lease_ids)
+
+    place.loop.run_until_complete(send())
+    assert written == [[True, True, False], [False, False, False]]
 
 
 def test_what_the_odd_messages_took_is_bounded(place: Place) -> None:
