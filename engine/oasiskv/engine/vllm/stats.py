@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Self
 
+from prometheus_client import REGISTRY
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 COUNTERS: dict[str, tuple[str, str]] = {
@@ -77,8 +78,11 @@ class LookaheadPromMetrics(KVConnectorPromMetrics):
     """The same as Prometheus metrics, labelled as vLLM labels its own."""
 
     def __init__(self, *args: Any) -> None:
-        """Register every metric."""
+        """Register every metric, in the place of those of an engine that this process ran before, as vLLM does."""
         super().__init__(*args)
+        for collector in list(REGISTRY._collector_to_names):
+            if getattr(collector, "_name", "").startswith("oasiskv_"):
+                REGISTRY.unregister(collector)
         self._counters = {
             name: self._per_engine(self._counter_cls, f"oasiskv_{metric}", text)
             for name, (metric, text) in COUNTERS.items()
