@@ -1,6 +1,7 @@
 """Marks tests by their folder, and skips with a reason what this host cannot run."""
 
 import os
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 from hypothesis import settings
 
 from oasiskv.cli.model import fetch
+from oasiskv.engine.testing import EngineProcess
 
 TESTS = Path(__file__).parent
 FOLDER_MARKS = {"e2e", "gpu", "soak"}
@@ -47,3 +49,38 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def smollm2() -> Path:
     """Return the folder of SmolLM2-135M-Instruct: from the user's cache, or fetched into it (100 MB) the first time."""
     return fetch("smollm2-135m")
+
+
+def _engine_process(log_folder: Path, name: str, *, use_v2: bool = False) -> Iterator[EngineProcess]:
+    process = EngineProcess(log_folder / f"{name}.log", use_v2=use_v2)
+    yield process
+    process.close()
+
+
+@pytest.fixture(scope="session")
+def log_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("engine-logs")
+
+
+@pytest.fixture(scope="session")
+def stock(log_folder: Path) -> Iterator[EngineProcess]:
+    """Return a process for engines without the backend."""
+    yield from _engine_process(log_folder, "stock")
+
+
+@pytest.fixture(scope="session")
+def backend(log_folder: Path) -> Iterator[EngineProcess]:
+    """Return a process for engines with the backend, on model runner V1."""
+    yield from _engine_process(log_folder, "backend")
+
+
+@pytest.fixture(scope="session")
+def stock_v2(log_folder: Path) -> Iterator[EngineProcess]:
+    """Return a process for engines without the backend, on model runner V2 by Triton's interpreter."""
+    yield from _engine_process(log_folder, "stock-v2", use_v2=True)
+
+
+@pytest.fixture(scope="session")
+def backend_v2(log_folder: Path) -> Iterator[EngineProcess]:
+    """Return a process for engines with the backend, on model runner V2 by Triton's interpreter."""
+    yield from _engine_process(log_folder, "backend-v2", use_v2=True)

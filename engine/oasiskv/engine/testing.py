@@ -1,10 +1,16 @@
-"""Tiny random models on disk, for tests that need a real engine but no network and no tokenizer: prompts are token ids.
+"""Tiny random models on disk and processes that run real engines, for tests that need no network.
 
-The weights are drawn so that attention is peaked and outweighs the token itself: a wrong or missing block changes the
-output, and greedy output keeps varying.
+Models have no tokenizer: prompts are token ids. The weights are drawn so that attention is peaked and outweighs the
+token itself: a wrong or missing block changes the output, and greedy output keeps varying.
 """
 
 import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -183,6 +189,161 @@ def write_tiny_eagle3(path: Path, target: Path, *, seed: int = 1) -> Path:
     return weights.save(path, config)
 
 
+def write_tiny_lora(path: Path, target: Path, *, rank: int = 8, seed: int = 1) -> Path:
+    """Write a random adapter of a tiny model's queries and values into a folder, and return the folder."""
+    config = _read_config(target)
+    hidden_size, head_dim = config["hidden_size"], config["head_dim"]
+    weights = _Weights(seed)
+    for layer in range(config["num_hidden_layers"]):
+        for module, num_heads in (("q", config["num_attention_heads"]), ("v", config["num_key_value_heads"])):
+            name = f"base_model.model.model.layers.{layer}.self_attn.{module}_proj"
+            weights.linear(f"{name}.lora_A", rank, hidden_size)
+            weights.linear(f"{name}.lora_B", num_heads * head_dim, rank)
+    path.mkdir(parents=True, exist_ok=True)
+    save_file(weights.tensors, path / "adapter_model.safetensors")
+    adapter = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": rank,
+        "target_modules": ["q_proj", "v_proj"],
+        "bias": "none",
+    }
+    (path / "adapter_config.json").write_text(json.dumps(adapter) + "\n")
+    return path
+
+
 def _read_config(folder: Path) -> dict[str, Any]:
     config: dict[str, Any] = json.loads((folder / "config.json").read_text())
     return config
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reply:
+    """What an engine process answered to a job; `engine.vllm.testing` says what each part holds."""
+
+    outputs: list[dict[str, Any]]
+    steps: list[dict[str, Any]]
+    num_steps: int
+    pool_before: dict[str, int]
+    pool_after: dict[str, int]
+    counts: dict[str, float]
+    facts: dict[str, Any]
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        """Generated tokens of every completion, in the order of the requests."""
+        return [completion["tokens"] for output in self.outputs for completion in output["completions"]]
+
+
+def random_requests(
+    lengths: Sequence[int], num_tokens: int, *, vocab_size: int = 256, prompt_seed: int = 0, **params: Any
+) -> list[dict[str, Any]]:
+    """Return requests with random prompts of these lengths, which each generate so many tokens.
+
+    Args:
+        lengths: Prompt tokens of each request.
+        num_tokens: Tokens to generate.
+        vocab_size: Of the model.
+        prompt_seed: Of the prompts.
+        **params: Further sampling parameters.
+    """
+    draw = random.Random(prompt_seed)
+    prompts = [[draw.randrange(vocab_size) for _ in range(length)] for length in lengths]
+    return [{"prompt": prompt, "params": {"max_tokens": num_tokens} | params} for prompt in prompts]
+
+
+def random_traffic(num_requests: int, seed: int) -> tuple[list[dict[str, Any]], list[int]]:
+    """Return requests that arrive at random steps, a quarter aborted, and steps before which all are preempted."""
+    draw = random.Random(seed)
+    requests: list[dict[str, Any]] = []
+    step = 0
+    for index in range(num_requests):
+        step += draw.choice([0, 0, 1, 2, 5])
+        request = random_requests([draw.randrange(1, 500)], draw.randrange(1, 60), prompt_seed=index)[0]
+        request["at"] = step
+        if draw.random() < 0.25:
+            request["abort_at"] = step + draw.randrange(1, 40)
+        requests.append(request)
+    return requests, sorted(draw.sample(range(2, step + 20), num_requests // 10))
+
+
+class EngineStartError(Exception):
+    """An engine did not start; the message lists the error and its causes, outermost first."""
+
+
+class EngineProcess:
+    """A process that runs one vLLM engine after the other, see `engine.vllm.testing`; started with the first job.
+
+    Args:
+        log: File for everything that vLLM prints.
+        use_v2: Run model runner V2, by Triton's interpreter.
+    """
+
+    def __init__(self, log: Path, *, use_v2: bool = False) -> None:
+        """Remember how to start."""
+        self._log = log
+        self._arguments = ["--v2"] if use_v2 else []
+        self._process: subprocess.Popen[str] | None = None
+        self._replies: dict[str, dict[str, Any]] = {}
+
+    def run(self, engine: dict[str, Any], requests: list[dict[str, Any]], **job: Any) -> Reply:
+        """Run requests to their end. The same job again gets the same reply without running.
+
+        Args:
+            engine: Arguments of vLLM's `LLM`.
+            requests: Each with `prompt`, token ids, or `chat`, messages; and optionally `params`, sampling parameters
+                over greedy decoding; `at` and `abort_at`, steps; `lora`, a folder; `tools`.
+            **job: `settings` of the backend, which runs stock without; `sample=True` to look at every step;
+                `preempt_at`, steps before which all running requests are preempted; `reject_drafts=True` to
+                reject drafts in a stock engine.
+
+        Raises:
+            EngineStartError: the engine refused to start.
+        """
+        reply = self.ask(engine=engine, requests=requests, **job)
+        if "start_error" in reply:
+            raise EngineStartError("\n".join(reply["start_error"]))
+        return Reply(**reply)
+
+    def ask(self, **job: Any) -> dict[str, Any]:
+        """Send any job and return its answer."""
+        line = json.dumps(job, sort_keys=True)
+        if line not in self._replies:
+            self._replies[line] = self._ask(line)
+        return self._replies[line]
+
+    def _ask(self, line: str) -> dict[str, Any]:
+        process = self._process = self._process or self._start()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(line + "\n")
+            process.stdin.flush()
+            if answer := process.stdout.readline():
+                reply: dict[str, Any] = json.loads(answer)
+                return reply
+        except BaseException:
+            # An answer that comes later would be taken for that of the next job.
+            self.close()
+            raise
+        code, self._process = process.wait(), None
+        tail = "\n".join(self._log.read_text().splitlines()[-40:])
+        raise RuntimeError(f"the engine process ended with exit code {code}:\n{tail}")
+
+    def _start(self) -> "subprocess.Popen[str]":
+        with self._log.open("a") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "oasiskv.engine.vllm.testing", *self._arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+            )
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.terminate()
+            self._process.communicate()
+            self._process = None
