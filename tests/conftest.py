@@ -4,12 +4,15 @@ import os
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
 
 from oasiskv.cli.model import fetch
-from oasiskv.engine.testing import EngineProcess
+
+if TYPE_CHECKING:
+    from oasiskv.engine.testing import EngineProcess
 
 TESTS = Path(__file__).parent
 FOLDER_MARKS = {"e2e", "gpu", "soak"}
@@ -51,7 +54,10 @@ def smollm2() -> Path:
     return fetch("smollm2-135m")
 
 
-def _engine_process(log_folder: Path, name: str, *, use_v2: bool = False) -> Iterator[EngineProcess]:
+def _engine_process(log_folder: Path, name: str, *, use_v2: bool = False) -> "Iterator[EngineProcess]":
+    # Needs torch, which not every test does.
+    from oasiskv.engine.testing import EngineProcess
+
     process = EngineProcess(log_folder / f"{name}.log", use_v2=use_v2)
     yield process
     process.close()
@@ -63,24 +69,24 @@ def log_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def stock(log_folder: Path) -> Iterator[EngineProcess]:
+def stock(log_folder: Path) -> "Iterator[EngineProcess]":
     """Return a process for engines without the backend."""
     yield from _engine_process(log_folder, "stock")
 
 
 @pytest.fixture(scope="session")
-def backend(log_folder: Path) -> Iterator[EngineProcess]:
+def backend(log_folder: Path) -> "Iterator[EngineProcess]":
     """Return a process for engines with the backend, on model runner V1."""
     yield from _engine_process(log_folder, "backend")
 
 
 @pytest.fixture(scope="session")
-def stock_v2(log_folder: Path) -> Iterator[EngineProcess]:
+def stock_v2(log_folder: Path) -> "Iterator[EngineProcess]":
     """Return a process for engines without the backend, on model runner V2 by Triton's interpreter."""
     yield from _engine_process(log_folder, "stock-v2", use_v2=True)
 
 
 @pytest.fixture(scope="session")
-def backend_v2(log_folder: Path) -> Iterator[EngineProcess]:
+def backend_v2(log_folder: Path) -> "Iterator[EngineProcess]":
     """Return a process for engines with the backend, on model runner V2 by Triton's interpreter."""
     yield from _engine_process(log_folder, "backend-v2", use_v2=True)
