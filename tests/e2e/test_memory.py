@@ -39,7 +39,9 @@ def assert_bounded(rows: list[dict[str, Any]], budget: int, rows_per_page: int, 
     for row in rows[first + 1 :]:
         num_complete = row["num_computed"] // block
         held_beside_active = budget + -(-num_complete // rows_per_page)
-        assert row["held"] - held_beside_active in (1, 2), row
+        # Between two steps, a block that just ended is complete and the next one may not be there yet.
+        least = 1 if row["num_computed"] % block else 0
+        assert least <= row["held"] - held_beside_active <= 2, row
 
 
 @pytest.mark.parametrize("length", [2047, 4096, 8191])
@@ -84,6 +86,7 @@ def test_more_requests_run_at_once_than_stock_vllm_has_room_for(
     # Each request takes 130 blocks of 16 when dense; the pool has 300, 150 of 32.
     requests = random_requests([2040] * 8, 40)
     without = {key: value for key, value in engine.items() if key != "speculative_config"}
+    without |= {"max_model_len": 2300}
     pool = {"num_gpu_blocks_override": 300}
     ours = backend.run(without | pool, requests, settings={"budget_blocks": 16}, sample=True)
     stocks = stock.run(without | {"num_gpu_blocks_override": 150, "block_size": 32}, requests, sample=True)

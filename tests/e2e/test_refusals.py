@@ -57,7 +57,11 @@ def test_what_the_tables_start_from_is_accepted(backend: EngineProcess, model: P
             {},
             "num_speculative_tokens: expected 1, got 2",
         ),
-        ({"speculative_config": {"method": "suffix", "num_speculative_tokens": 1}}, {}, "speculative_config.method: "),
+        (
+            {"speculative_config": {"method": "ngram_gpu", "num_speculative_tokens": 1}},
+            {},
+            "speculative_config.method: expected eagle3, ngram or draft_model",
+        ),
         (
             {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"},
             {},
@@ -105,7 +109,6 @@ def test_a_setting_that_cannot_be_served_is_named(
                 "qk_nope_head_dim": 32,
                 "qk_rope_head_dim": 16,
                 "v_head_dim": 32,
-                "n_routed_experts": None,
                 "head_dim": 16,
             },
             "model: expected multi-head or grouped-query attention, got multi-head latent attention",

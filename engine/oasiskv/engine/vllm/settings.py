@@ -80,7 +80,9 @@ def check(vllm_config: VllmConfig) -> None:
     model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
     scheduler, drafter = vllm_config.scheduler_config, vllm_config.speculative_config
     transfer = vllm_config.kv_transfer_config
-    assert transfer is not None
+    if transfer is None or not is_enabled(vllm_config):
+        got = None if transfer is None else transfer.kv_connector
+        raise ConfigError(f"kv_transfer_config.kv_connector: expected {CONNECTOR}, got {got}")
     text = model.hf_text_config
     layer_types = set(getattr(text, "layer_types", None) or ["full_attention"])
     unsupported = [

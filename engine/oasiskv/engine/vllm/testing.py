@@ -176,7 +176,8 @@ class Run:
         self.engine, self.scheduler = llm.llm_engine, core(llm).scheduler
         self.manager = self.scheduler.kv_cache_manager.coordinator.single_type_managers[0]
         self.ledger = getattr(self.manager, "ledger", None)
-        self.outputs: dict[str, Any] = {}
+        self.completions: dict[str, dict[int, Any]] = {}
+        self.prompt_logprobs: dict[str, Any] = {}
         self.errors: dict[str, str] = {}
         self.steps: list[dict[str, Any]] = []
         self.preempted: set[str] = set()
@@ -196,7 +197,7 @@ class Run:
                 self.preempted |= {name(request) for request in self.scheduler.running}
                 self.scheduler.reset_prefix_cache(reset_running_requests=True)
             for output in self.engine.step():
-                self.outputs[output.request_id] = output
+                self.keep(output)
             if self.job.get("sample"):
                 self.steps.append(self.sample())
             step += 1
@@ -227,10 +228,9 @@ class Run:
         """Return what a request got."""
         if request_id in self.errors:
             return {"error": self.errors[request_id]}
-        if (output := self.outputs.get(request_id)) is None:
-            return {"completions": [], "was_preempted": request_id in self.preempted}
+        completions = sorted(self.completions.get(request_id, {}).items())
         return {
-            "prompt_logprobs": logprobs(output.prompt_logprobs),
+            "prompt_logprobs": logprobs(self.prompt_logprobs.get(request_id)),
             "was_preempted": request_id in self.preempted,
             "completions": [
                 {
@@ -239,9 +239,15 @@ class Run:
                     "finish_reason": completion.finish_reason,
                     "logprobs": logprobs(completion.logprobs),
                 }
-                for completion in output.outputs
+                for _, completion in completions
             ],
         }
+
+    def keep(self, output: Any) -> None:
+        """Keep the latest of each completion; the engine tells of those of one request one by one."""
+        self.prompt_logprobs[output.request_id] = output.prompt_logprobs
+        kept = self.completions.setdefault(output.request_id, {})
+        kept.update((completion.index, completion) for completion in output.outputs)
 
     def sample(self) -> dict[str, Any]:
         """Return what every running request holds after a step."""
@@ -250,6 +256,7 @@ class Run:
             blocks = self.manager.req_to_blocks[request.request_id]
             rows[name(request)] = {
                 "num_computed": request.num_computed_tokens,
+                "drafts": list(request.spec_token_ids),
                 "held": sum(not block.is_null for block in blocks),
                 "is_sparse": self.ledger is not None and self.ledger.is_sparse(request.request_id),
             }
