@@ -112,7 +112,7 @@ def test_an_aborted_request_gives_back_everything_in_each_of_its_phases(
 def test_prefill_in_chunks_beside_decoding_requests_changes_no_tokens(
     backend: EngineProcess, engine: dict[str, Any]
 ) -> None:
-    # Without a drafter: the drafts of vLLM's EAGLE-3 depend on the chunks, in stock vLLM too, and with them the fetches.
+    # No drafter: the drafts of EAGLE-3 depend on the chunks, in stock vLLM too, and with them what is fetched.
     undrafted = {key: value for key, value in engine.items() if key != "speculative_config"}
     requests = random_requests([37, 333, 90, 210], 40)
     at_once = backend.run(undrafted, requests, settings=SPARSE)
