@@ -148,8 +148,11 @@ class WorkerBackend:
             raise ConfigError(f"kv_transfer_config.kv_connector: expected {settings.CONNECTOR} on the scheduler's side")
         self.runtime.apply(metadata.commands)
         drafts = scheduler_output.scheduled_spec_decode_tokens
-        # With asynchronous scheduling the scheduler knows only how many drafts there are, not which.
-        knows_ids = not self.vllm_config.scheduler_config.async_scheduling
+        # With asynchronous scheduling the scheduler knows only how many drafts there are, not which. Model runner V2
+        # tells it in steps with structured outputs alone, and -1 for every draft in others.
+        knows_ids = not self.vllm_config.scheduler_config.async_scheduling and (
+            not self.vllm_config.use_v2_model_runner or any(ids and ids[-1] >= 0 for ids in drafts.values())
+        )
         self._num_drafts = {request_id: len(ids) for request_id, ids in drafts.items()}
         self._usable = {request_id for request_id, ids in drafts.items() if ids and not (knows_ids and ids[-1] < 0)}
         self._is_pending = self._is_running = scheduler_output.total_num_scheduled_tokens > 0
