@@ -85,8 +85,8 @@ def engine_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], dict
     return engine_of
 
 
-# Odd lengths, one below a block, one at its end, and some that become sparse with 6 blocks of 16 or of 32. No top_p: the
-# kernel of model runner V2 for it is beyond Triton's interpreter.
+# Odd lengths, one below a block, one at its end, and some that become sparse with 6 blocks of 16 or of 32. No top_p:
+# the kernel of model runner V2 for it is beyond Triton's interpreter.
 REQUESTS = [
     *random_requests([13, 64, 201, 347], 32, logprobs=2),
     *random_requests([77, 230], 32, prompt_seed=1, temperature=0.8, seed=7),

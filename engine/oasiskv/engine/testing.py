@@ -326,7 +326,8 @@ class EngineProcess:
             # An answer that comes later would be taken for that of the next job.
             self.close()
             raise
-        code, self._process = process.wait(), None
+        code = process.wait()
+        self.close()
         tail = "\n".join(self._log.read_text().splitlines()[-40:])
         raise RuntimeError(f"the engine process ended with exit code {code}:\n{tail}")
 
