@@ -58,6 +58,11 @@ def test_what_the_tables_start_from_is_accepted(backend: EngineProcess, model: P
             "num_speculative_tokens: expected 1, got 2",
         ),
         (
+            {"speculative_config": DRAFTER | {"disable_padded_drafter_batch": True}},
+            {},
+            "disable_padded_drafter_batch: expected false, got true",
+        ),
+        (
             {"speculative_config": {"method": "ngram_gpu", "num_speculative_tokens": 1}},
             {},
             "speculative_config.method: expected eagle3, ngram or draft_model",

@@ -130,6 +130,12 @@ def check(vllm_config: VllmConfig) -> None:
                 "eagle3, ngram or draft_model",
                 drafter.method,
             ),
+            _Rule(
+                drafter.disable_padded_drafter_batch,
+                "speculative_config.disable_padded_drafter_batch",
+                "false",
+                "true",
+            ),
         ]
     for rule in unsupported:
         if rule.is_broken:
