@@ -22,6 +22,10 @@ class UnsupportedError(OasisError):
     """A model, device, engine version or combination of settings that OasisKV does not handle."""
 
 
+class RequestAbortedError(OasisError):
+    """Somebody other than the caller ended the request."""
+
+
 class EngineFailedError(OasisError):
     """The engine's process ended by itself; the message is the cause that it gave, or the end of its log."""
 

@@ -14,9 +14,10 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from oasiskv.core.errors import ConfigError, PeerUnavailableError, PoolExhaustedError, TransferTimeoutError
+from oasiskv.core.service_config import TlsConfig
 from oasiskv.services.rpc.server import RpcServer, ServerConfig
 from oasiskv.services.rpc.status import error_of
-from oasiskv.services.rpc.tls import TlsConfig, channel_credentials
+from oasiskv.services.rpc.tls import channel_credentials
 
 CALL = "/toy.Toy/Call"
 STREAM = "/toy.Toy/Stream"

@@ -47,6 +47,7 @@ def test_the_number_of_blocks_follows_from_the_bytes_of_the_pool() -> None:
         ("max_ttl_s = 5.0", "max_ttl_s = 0", "leases.max_ttl_s"),
         ("max_ttl_s = 5.0", "num_blocks = 5", "leases.num_blocks"),
         ('"127.0.0.1:0"', '"here"', "server.address"),
+        ("[staging]", "[staging]\naddress = '127.0.0.1:1'", "staging.address"),
         ("[leases]", "[lease]", "lease: "),
         ("[server]", "[server", "config: expected TOML"),
         ("[server]", "[tls]\nkey = 'a'\n[server]", "tls: .*certificate"),
@@ -56,6 +57,14 @@ def test_a_wrong_setting_is_refused_by_its_name(before: str, after: str, name: s
     assert before in TEXT
     with pytest.raises(ConfigError, match=f"^{name}"):
         read_config(TEXT.replace(before, after))
+
+
+def test_a_file_for_all_services_is_accepted() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "design" / "0004-prefill-and-decode.md").read_text()
+    (example,) = re.findall(r"```toml\n(.*?)```", text, flags=re.DOTALL)
+    config = read_config(example)
+    assert config.server.address == "0.0.0.0:7411"
+    assert config.staging.fingerprint.num_layers == 36
 
 
 def test_a_pool_beyond_the_limit_is_refused_before_any_memory_is_taken() -> None:

@@ -16,11 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oasiskv.core.errors import CorruptBlockError, LeaseExpiredError, PeerUnavailableError
+from oasiskv.core.service_config import TlsConfig
 from oasiskv.protos.staging.v1 import staging_pb2 as pb
 from oasiskv.protos.staging.v1 import staging_pb2_grpc
 from oasiskv.services.checksums import checksum, checksums
 from oasiskv.services.rpc.status import CLASSES, error_of
-from oasiskv.services.rpc.tls import TlsConfig, channel_credentials
+from oasiskv.services.rpc.tls import channel_credentials
 
 Response = TypeVar("Response")
 RETRY_WAIT_S = 0.1

@@ -9,8 +9,9 @@ from grpc_health.v1.health import aio as health
 from grpc_reflection.v1alpha import reflection
 
 from oasiskv.core.errors import ConfigError
+from oasiskv.core.service_config import TlsConfig
 from oasiskv.services.rpc.interceptor import EdgeInterceptor
-from oasiskv.services.rpc.tls import TlsConfig, server_credentials
+from oasiskv.services.rpc.tls import server_credentials
 
 # Room for the fields of a message beside its largest bytes field.
 MESSAGE_OVERHEAD_BYTES = 64 * 2**10

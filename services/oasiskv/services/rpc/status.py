@@ -12,6 +12,7 @@ CODES: dict[type[OasisError], grpc.StatusCode] = {
     errors.ConfigError: grpc.StatusCode.INVALID_ARGUMENT,
     errors.InvalidRequestError: grpc.StatusCode.INVALID_ARGUMENT,
     errors.UnsupportedError: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.RequestAbortedError: grpc.StatusCode.CANCELLED,
     errors.EngineFailedError: grpc.StatusCode.INTERNAL,
     errors.BlockNotFoundError: grpc.StatusCode.NOT_FOUND,
     errors.LeaseExpiredError: grpc.StatusCode.FAILED_PRECONDITION,

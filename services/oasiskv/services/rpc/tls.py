@@ -3,29 +3,14 @@
 import logging
 import ssl
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import cast
 
 import grpc
 
 from oasiskv.core.errors import ConfigError
+from oasiskv.core.service_config import TlsConfig
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TlsConfig:
-    """Where this process's certificate is, and whom it trusts; all PEM."""
-
-    certificate: Path
-    """Certificate chain of this process."""
-
-    key: Path
-    """Its private key."""
-
-    authority: Path
-    """Certificates of those who may sign for a peer."""
 
 
 def server_credentials(config: TlsConfig) -> grpc.ServerCredentials:

@@ -7,28 +7,29 @@ import logging
 import signal
 import sys
 import tomllib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
 
 from oasiskv.core.errors import ConfigError, OasisError
 from oasiskv.core.fingerprint import Fingerprint
 from oasiskv.core.host_memory import check_fits, host_memory_limit
 from oasiskv.core.lease_limits import LeaseConfig
+from oasiskv.core.service_config import TABLES, TlsConfig, build
 from oasiskv.services.rpc.server import MESSAGE_OVERHEAD_BYTES, RpcServer, ServerConfig
-from oasiskv.services.rpc.tls import TlsConfig
 from oasiskv.services.staging.memory import MemorySocket, StagingMemory
 from oasiskv.services.staging.service import StagingConfig, StagingService
 from oasiskv.services.staging.servicer import SERVICE_NAME, UNLIMITED, add_to_server
 
 logger = logging.getLogger(__name__)
-Config = TypeVar("Config")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessConfig:
-    """What the configuration file says: tables `staging`, `fingerprint`, `leases`, `server`, and `tls` if any."""
+    """What the configuration file says: tables `staging`, `fingerprint`, `leases`, `server`, and `tls` if any.
+
+    A file for all services has tables for the others too, which are passed over here.
+    """
 
     staging: StagingConfig
     """What is held, and for whom."""
@@ -46,7 +47,8 @@ class ProcessConfig:
 def read_config(text: str) -> ProcessConfig:
     """Return the configuration in a TOML text.
 
-    `pool_bytes` of `[staging]` says how much memory the blocks take; their number follows from it.
+    `pool_bytes` of `[staging]` says how much memory the blocks take; their number follows from it. `address` there
+    stands for that of `[server]`, as for the other services.
 
     Raises:
         ConfigError: A table or key is unknown or absent, or a value is wrong; the message names it.
@@ -55,11 +57,10 @@ def read_config(text: str) -> ProcessConfig:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as cause:
         raise ConfigError(f"config: expected TOML, got {cause}") from cause
-    known = {"staging", "fingerprint", "leases", "server", "tls"}
-    for name in tables.keys() - known:
-        raise ConfigError(f"{name}: expected one of the tables {', '.join(sorted(known))}")
+    for name in sorted(tables.keys() - TABLES):
+        raise ConfigError(f"{name}: expected one of the tables {', '.join(sorted(TABLES))}")
     staging = dict(tables.get("staging", {}))
-    fingerprint = _build(Fingerprint, "fingerprint", tables.get("fingerprint", {}))
+    fingerprint = build(Fingerprint, "fingerprint", tables.get("fingerprint", {}))
     pool_bytes = staging.pop("pool_bytes", None)
     if isinstance(pool_bytes, bool) or not isinstance(pool_bytes, int) or pool_bytes < fingerprint.block_bytes:
         raise ConfigError(
@@ -67,30 +68,23 @@ def read_config(text: str) -> ProcessConfig:
         )
     num_blocks = pool_bytes // fingerprint.block_bytes
     process = {name: staging.pop(name) for name in ("drain_s", "host_limit_bytes") if name in staging}
-    leases = _build(
+    leases = build(
         LeaseConfig, "leases", {"max_blocks_per_peer": num_blocks} | tables.get("leases", {}), num_blocks=num_blocks
     )
-    tls = _build(TlsConfig, "tls", {k: Path(v) for k, v in tables["tls"].items()}) if "tls" in tables else None
+    tls = build(TlsConfig, "tls", {k: Path(v) for k, v in tables["tls"].items()}) if "tls" in tables else None
     # A part and its fields must fit into a message; others are small.
     message_bytes = max(4 * 2**20, fingerprint.part_bytes + MESSAGE_OVERHEAD_BYTES)
-    server = _build(ServerConfig, "server", tables.get("server", {}), tls=tls, max_message_bytes=message_bytes)
+    listen = dict(tables.get("server", {}))
+    if "address" in staging:
+        if "address" in listen:
+            raise ConfigError(f"staging.address: expected it without server.address, got {staging['address']!r}")
+        listen["address"] = staging.pop("address")
+    server = build(ServerConfig, "server", listen, tls=tls, max_message_bytes=message_bytes)
     return ProcessConfig(
-        staging=_build(StagingConfig, "staging", staging, fingerprint=fingerprint, leases=leases),
+        staging=build(StagingConfig, "staging", staging, fingerprint=fingerprint, leases=leases),
         server=server,
         **process,
     )
-
-
-def _build(cls: type[Config], table: str, values: dict[str, Any], **others: Any) -> Config:
-    names = {field.name for field in fields(cls)} - others.keys()  # type: ignore[arg-type]
-    for name in values.keys() - names:
-        raise ConfigError(f"{table}.{name}: expected one of {', '.join(sorted(names))}")
-    try:
-        return cls(**values, **others)
-    except ConfigError as cause:
-        raise ConfigError(f"{table}.{cause}") from cause
-    except TypeError as cause:  # a field without a default is absent, or a value is of a type that nothing compares to
-        raise ConfigError(f"{table}: {cause}") from cause
 
 
 async def run(config: ProcessConfig) -> None:

@@ -1,0 +1,1 @@
+"""What the contracts of services that generate text have in common."""

@@ -1,0 +1,1 @@
+"""Version 1; `generation.proto` is the source, `make protos` writes the rest."""

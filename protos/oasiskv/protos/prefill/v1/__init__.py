@@ -1,0 +1,1 @@
+"""Version 1; `prefill.proto` is the source, `make protos` writes the rest."""
