@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,6 +29,13 @@ DEFAULT_CONTEXT = 6325
 
 ANSWER_TOKENS = 48
 """Most tokens of an answer; a right one takes about 15."""
+
+FINISHED = "oasiskv_finished_requests_total"
+
+SETTLE_POLL_S = 0.2
+"""Counters that are the same after this time are the last ones."""
+
+SETTLE_TIMEOUT_S = 5.0
 
 TEXT = "ruth-1samuel.txt"
 """Of the folder `examples/texts`, which a wheel carries too."""
@@ -96,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"\n{question.needle.question}", flush=True)
             before = read_metrics(request.port)
             answer = _ask(request.port, question)
-            after = read_metrics(request.port)
+            after = read_settled(lambda: read_metrics(request.port), before)
             print("\n")
             ours = Reply(text=answer.text, first_token_s=answer.token_times[0], tokens_per_s=answer.tokens_per_s)
             counts = {name: value - before.get(name, 0) for name, value in after.items()}
@@ -202,7 +209,8 @@ def _dense_engine(launch: Launch) -> dict[str, Any]:
         "dtype": pools.shape.dtype,
         "max_model_len": pools.max_model_len,
         "max_num_seqs": 1,
-        "enforce_eager": True,
+        # On a GPU both engines compile and capture graphs, so that their speeds can be compared.
+        "enforce_eager": launch.device == "cpu",
         # vLLM's own block size may be up to 128 tokens, and its pool is in whole blocks.
         "kv_cache_memory_bytes": (pools.longest_blocks + 32) * pools.block_bytes,
     }
@@ -230,6 +238,20 @@ def _ask(port: int, question: Question) -> Answer:
             print(piece, end="", flush=True)
 
         return ask(port, request, show)
+
+
+def read_settled(read: Callable[[], dict[str, float]], before: Mapping[str, float]) -> dict[str, float]:
+    """Read the counters once the engine has told the last of them, which it does a few steps after the answer.
+
+    Args:
+        read: Reads them once.
+        before: What they were before the only request; after `SETTLE_TIMEOUT_S` the latest are returned as they are.
+    """
+    end, last, now = time.monotonic() + SETTLE_TIMEOUT_S, before, read()
+    while time.monotonic() < end and (now != last or now[FINISHED] == before[FINISHED]):
+        time.sleep(SETTLE_POLL_S)
+        last, now = now, read()
+    return now
 
 
 @contextmanager

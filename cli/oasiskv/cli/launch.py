@@ -18,7 +18,7 @@ from typing import Any
 
 from oasiskv.cli.doctor import installed_version
 from oasiskv.cli.model import MODELS, fetch
-from oasiskv.cli.plan import ModelShape, Plan, Pools, budget_blocks_of, size
+from oasiskv.cli.plan import DTYPE_BYTES, ModelShape, Plan, Pools, budget_blocks_of, size
 from oasiskv.core.config import LookaheadConfig, parse_bytes
 from oasiskv.core.errors import ConfigError, UnsupportedError
 from oasiskv.core.host_memory import check_fits, host_memory_limit
@@ -105,6 +105,8 @@ def prepare(request: Request, device: str, report: Callable[[str], None]) -> Lau
     drafter = _drafter(request.drafter, report)
     draft_layers = _num_layers(Path(drafter["model"])) if drafter is not None and "model" in drafter else 0
     shape = ModelShape.of(model.config, request.dtype, draft_layers)
+    if device == "cuda":
+        shape = replace(shape, dtype=_gpu_dtype(shape.dtype, request.dtype))
     if any(flag.startswith("--hf-overrides") for flag in request.rest):
         # They may stretch the positions; vLLM checks the result.
         shape = replace(shape, max_positions=max(shape.max_positions, request.max_model_len or 0))
@@ -221,6 +223,15 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def _gpu_dtype(dtype: str, asked: str) -> str:
+    """Return what float32 weights become on a GPU, whose attention takes 16-bit numbers alone; vLLM does the same."""
+    if DTYPE_BYTES[dtype] == 2:
+        return dtype
+    if asked != "auto":
+        raise ConfigError(f"--dtype: expected bfloat16 or float16 on a GPU, got {asked}")
+    return "bfloat16"
 
 
 def _check_rest(rest: Sequence[str]) -> None:

@@ -1,8 +1,12 @@
 """What `oasiskv run` prints, from numbers that are known."""
 
+import itertools
 import json
 from pathlib import Path
 
+import pytest
+
+from oasiskv.cli import demo
 from oasiskv.cli.demo import Question, Reply, find_text, table
 from oasiskv.cli.launch import Request, prepare
 from oasiskv.core.needle import Needle
@@ -47,6 +51,31 @@ def test_the_table_has_every_number_of_both_engines(tmp_path: Path) -> None:
 
 def test_a_missed_fact_is_said(tmp_path: Path) -> None:
     assert ["the", "fact", "(48213)", "missed", "found"] in [line.split() for line in lines(tmp_path, "It is 482.")]
+
+
+def test_the_counters_are_read_once_the_request_is_over_and_they_stand_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "SETTLE_POLL_S", 0)
+    steps = [(0, 5.0), (0, 5.0), (1, 5.0), (1, 9.0), (1, 9.0), (1, 10.0)]
+    reads = iter([{demo.FINISHED: 2.0 + finished, "oasiskv_hit_blocks_total": hits} for finished, hits in steps])
+    found = demo.read_settled(lambda: next(reads), {demo.FINISHED: 2.0, "oasiskv_hit_blocks_total": 1.0})
+    assert found == {demo.FINISHED: 3.0, "oasiskv_hit_blocks_total": 9.0}
+    assert len(list(reads)) == 1
+
+
+def test_counters_that_never_stand_still_are_taken_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "SETTLE_POLL_S", 0)
+    monkeypatch.setattr(demo, "SETTLE_TIMEOUT_S", 0.01)
+    reads = itertools.count()
+    found = demo.read_settled(lambda: {demo.FINISHED: float(next(reads))}, {demo.FINISHED: 0.0})
+    assert found == {demo.FINISHED: float(next(reads) - 1)}
+
+
+@pytest.mark.parametrize(("device", "is_eager"), [("cpu", True), ("cuda", False)])
+def test_both_engines_capture_graphs_on_a_gpu_and_neither_on_a_cpu(device: str, is_eager: bool, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    launch = prepare(Request(model=str(tmp_path)), device, print)
+    assert ("--enforce-eager" in launch.arguments) == is_eager
+    assert demo._dense_engine(launch)["enforce_eager"] == is_eager
 
 
 def test_the_committed_text_is_found() -> None:

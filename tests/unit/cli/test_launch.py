@@ -64,6 +64,16 @@ def test_the_defaults_fit_the_model_and_the_device(folder: Path) -> None:
     assert "--kv-cache-memory-bytes" not in cuda.arguments
 
 
+def test_float32_weights_become_bfloat16_on_a_gpu_alone_and_the_plan_with_them(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"torch_dtype": "float32"}))
+    on_cpu, on_gpu = make(tmp_path), make(tmp_path, "cuda")
+    assert (flag(on_cpu, "--dtype"), flag(on_gpu, "--dtype")) == ("float32", "bfloat16")
+    assert (on_cpu.plan.pools.block_bytes, on_gpu.plan.pools.block_bytes) == (2 * BLOCK_BYTES, BLOCK_BYTES)
+    assert flag(make(tmp_path, "cuda", dtype="float16"), "--dtype") == "float16"
+    with pytest.raises(ConfigError, match=r"^--dtype: expected bfloat16 or float16 on a GPU, got float32"):
+        make(tmp_path, "cuda", dtype="float32")
+
+
 def test_settings_are_read_as_json_or_as_text(folder: Path) -> None:
     made = make(folder, budget_tokens=100, host_memory="1GiB", settings=["summary=mid", "score_alpha=0", "min_cap=2"])
     assert settings(made) == {
