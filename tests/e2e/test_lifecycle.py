@@ -1,5 +1,7 @@
 """Requests that come, wait, are preempted, grow, share and go: what they give back, and which tokens they get."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -129,6 +131,23 @@ def test_a_sparse_request_gets_the_same_tokens_alone_and_among_others(
     together = process.run(engine, requests, settings=SPARSE)
     for index, request in enumerate(requests):
         assert process.run(engine, [request], settings=SPARSE).tokens[0] == together.tokens[index]
+
+
+def test_steps_beyond_the_positions_of_the_drafter_look_ahead_with_each_token_s_own_query(
+    backend: EngineProcess, engine: dict[str, Any], tmp_path: Path
+) -> None:
+    model = Path(engine["model"])
+    drafter = write_tiny_eagle3(tmp_path / "short", model)
+    config = json.loads((drafter / "config.json").read_text()) | {"max_position_embeddings": 320}
+    (drafter / "config.json").write_text(json.dumps(config))
+    speculative = {"method": "eagle3", "model": str(drafter), "num_speculative_tokens": 1}
+    # The first one outgrows the drafter after twenty tokens, and vLLM leaves it out for both until the first one ends.
+    requests = random_requests([300], 60) + random_requests([201], 100, prompt_seed=1)
+    reply = backend.run(engine | {"speculative_config": speculative}, requests, settings=SPARSE)
+    assert [len(tokens) for tokens in reply.tokens] == [60, 100]
+    assert 70 <= reply.counts["source_self"] <= 84
+    assert reply.counts["source_draft"] > 60
+    assert_all_given_back(reply)
 
 
 def test_several_completions_of_one_sparse_prompt(process: EngineProcess, engine: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ HARMLESS = {
     "oasiskv.engine",
     "oasiskv.engine.vllm",
     "oasiskv.engine.vllm.manager",
+    "oasiskv.engine.vllm.names",
     "oasiskv.engine.vllm.plugin",
     "oasiskv.engine.vllm.settings",
 }

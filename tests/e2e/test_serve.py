@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -77,6 +78,7 @@ def test_a_server_streams_answers_publishes_its_counts_and_leaves_nothing_on_ctr
         assert server.stderr is not None
         log = wait_for_line(iter(server.stderr.readline, ""), "] ready\n")
         assert not any("WARNING" in line for line in log)
+        assert [line for line in log if re.search(r"Host memory for KV: \d+\.\d MiB ready after \d+\.\d s", line)]
         session = child_of(server.pid)
         assert len(processes_of(session)) >= 3
 

@@ -26,3 +26,17 @@ def test_the_first_screen_names_the_two_commands_to_try() -> None:
     first_screen = "\n".join((ROOT / "README.md").read_text().splitlines()[:24])
     assert "$ make run" in first_screen
     assert "$ make test" in first_screen
+
+
+def test_every_setting_that_is_refused_is_documented() -> None:
+    sources = set((ROOT / "engine/oasiskv/engine/vllm").glob("*.py")) - {ROOT / "engine/oasiskv/engine/vllm/testing.py"}
+    named = {
+        name
+        for source in sources
+        for name in re.findall(
+            r"[f(\s]\"((?:--|speculative_config\.|kv_transfer_config\.)[\w-]+)[\":]", source.read_text()
+        )
+    }
+    assert len(named) > 15
+    document = (ROOT / "docs/limits.md").read_text()
+    assert sorted(name for name in named if f"`{name}`" not in document) == []

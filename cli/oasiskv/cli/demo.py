@@ -17,10 +17,10 @@ from typing import Any
 from oasiskv.cli.client import Answer, ask, read_metrics
 from oasiskv.cli.launch import Launch, Request, check_port, environment, find_device, free_port, prepare
 from oasiskv.cli.offline import Offline
-from oasiskv.cli.plan import size
 from oasiskv.cli.serve import clock
 from oasiskv.cli.server import Server, stopped_by_sigterm
 from oasiskv.core.errors import ConfigError
+from oasiskv.core.host_memory import size
 from oasiskv.core.needle import Needle, build_needle_prompt
 from oasiskv.engine.vllm.offline import Prompt
 

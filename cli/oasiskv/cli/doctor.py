@@ -9,9 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from oasiskv.core.host_memory import MemoryLimit, host_memory_limit
-
-VLLM_VERSION = "0.32.0"
-"""The one release whose interfaces the plugin was written for and is tested with."""
+from oasiskv.engine.vllm.names import VLLM_VERSION
 
 PLUGIN_GROUP = "vllm.general_plugins"
 PLUGIN_NAME = "oasiskv"

@@ -18,12 +18,12 @@ from typing import Any
 
 from oasiskv.cli.doctor import installed_version
 from oasiskv.cli.model import MODELS, fetch
-from oasiskv.cli.plan import DTYPE_BYTES, ModelShape, Plan, Pools, budget_blocks_of, size
+from oasiskv.cli.plan import DTYPE_BYTES, ModelShape, Plan, Pools, budget_blocks_of
 from oasiskv.core.config import LookaheadConfig, parse_bytes
 from oasiskv.core.errors import ConfigError, UnsupportedError
-from oasiskv.core.host_memory import check_fits, host_memory_limit
+from oasiskv.core.host_memory import check_fits, host_memory_limit, size
+from oasiskv.engine.vllm.names import CONNECTOR, WORKERS
 
-WORKERS = {"cpu": "oasiskv.engine.vllm.cpu.Worker", "cuda": "oasiskv.engine.vllm.cuda.Worker"}
 DEFAULT_SEQS = {"cpu": 4, "cuda": 256}
 """Requests at a time: a CPU has no use for many."""
 CPU_MAX_MODEL_LEN = 8192
@@ -135,8 +135,16 @@ def prepare(request: Request, device: str, report: Callable[[str], None]) -> Lau
     return Launch(model=model, plan=plan, device=device, arguments=arguments)
 
 
-def environment(device: str, num_workers: int, base: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of the engine's processes; what the user set stays."""
+def environment(device: str, num_workers: int, base: Mapping[str, str], *, has_own_log: bool = False) -> dict[str, str]:
+    """Return the environment of the engine's processes; what the user set stays.
+
+    Args:
+        device: `cpu` or `cuda`.
+        num_workers: Workers that share the cores.
+        base: The user's.
+        has_own_log: Whether vLLM writes its log as the user wants it, see `wants_own_log`; else as `cli.log` reads it,
+            which then shows what the user wants to see.
+    """
     chosen = {"VLLM_NO_USAGE_STATS": "1", "PYTHONSAFEPATH": "1", **base}
     if device == "cpu":
         # The pool is a flag here, which this would overrule.
@@ -144,7 +152,21 @@ def environment(device: str, num_workers: int, base: Mapping[str, str]) -> dict[
         # Binding leaves a core to the server's other processes: on two cores that is half of the machine.
         chosen.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         chosen.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // num_workers)))
+    if "VLLM_PLUGINS" in chosen and "oasiskv" not in chosen["VLLM_PLUGINS"].split(","):
+        chosen["VLLM_PLUGINS"] += ",oasiskv"
+    if not has_own_log:
+        chosen |= {"VLLM_CONFIGURE_LOGGING": "1", "VLLM_LOGGING_COLOR": "0", "VLLM_LOGGING_PREFIX": ""}
+        chosen.pop("VLLM_LOGGING_CONFIG_PATH", None)
+        if chosen.get("VLLM_LOGGING_LEVEL", "").upper() != "DEBUG":
+            chosen["VLLM_LOGGING_LEVEL"] = "INFO"
     return chosen
+
+
+def wants_own_log(rest: Sequence[str], base: Mapping[str, str]) -> bool:
+    """Say whether the user shapes vLLM's log, by flags or variables, beyond its level and colour."""
+    flags = ("--log-", "--logging-", "--uvicorn-log-")
+    is_flagged = any(flag.replace("_", "-").startswith(flags) for flag in rest)
+    return is_flagged or base.get("VLLM_CONFIGURE_LOGGING", "1") == "0" or bool(base.get("VLLM_LOGGING_CONFIG_PATH"))
 
 
 def find_device() -> str:
@@ -347,7 +369,7 @@ def _transfer_config(config: LookaheadConfig) -> dict[str, Any]:
     for setting in fields(LookaheadConfig):
         if (value := getattr(config, setting.name)) != setting.default:
             settings[setting.name] = value
-    return {"kv_connector": "OasisKVConnector", "kv_role": "kv_both", "kv_connector_extra_config": settings}
+    return {"kv_connector": CONNECTOR, "kv_role": "kv_both", "kv_connector_extra_config": settings}
 
 
 def describe(launch: Launch) -> list[str]:

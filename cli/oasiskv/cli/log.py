@@ -10,6 +10,8 @@ _LINE = re.compile(
     r"(?P<text>.*)"
 )
 
+_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+
 _PROGRESS = (
     (re.compile(r"Starting to load model "), "loading the weights"),
     (re.compile(r"Loading weights took ([\d.]+) seconds"), "weights loaded in {0} s"),
@@ -30,12 +32,17 @@ _USAGE_ERROR = re.compile(r"\S+: error: (.*)")
 class LogReader:
     """Reads the log of one server.
 
+    Args:
+        least_level: Of the lines that are shown once the server is ready; INFO for a name that is no level.
+
     Attributes:
         is_ready: Set once the server takes requests.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, least_level: str = "INFO") -> None:
         """Start with nothing read."""
+        least = least_level.upper()
+        self._shown_levels = _LEVELS[_LEVELS.index(least if least in _LEVELS else "INFO") :]
         self.is_ready = threading.Event()
         self._own: str | None = None
         self._usage: str | None = None
@@ -54,7 +61,7 @@ class LogReader:
         level, text = match["level"], match["text"]
         self._look_for_cause(text)
         if self.is_ready.is_set():
-            return line if level in ("INFO", "WARNING", "ERROR", "CRITICAL") else None
+            return line if level in self._shown_levels else None
         if text == _READY:
             self.is_ready.set()
             return "ready"

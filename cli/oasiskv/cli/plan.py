@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from oasiskv.core.config import LookaheadConfig
 from oasiskv.core.errors import ConfigError, UnsupportedError
-from oasiskv.core.host_memory import HostPoolConfig
+from oasiskv.core.host_memory import HostPoolConfig, size
 from oasiskv.core.layout import SparseLayout
 from oasiskv.kernels.rows import SummaryLayout
 
@@ -241,11 +241,6 @@ def budget_blocks_of(num_tokens: int, block_size: int) -> int:
     if num_tokens <= 0:
         raise ConfigError(f"--budget-tokens: expected at least 1, got {num_tokens}")
     return math.ceil(num_tokens / block_size)
-
-
-def size(num_bytes: int) -> str:
-    """Write bytes for people."""
-    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
 
 
 def _count(number: int | None) -> str:

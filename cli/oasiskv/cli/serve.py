@@ -7,7 +7,16 @@ import sys
 import time
 from collections.abc import Callable
 
-from oasiskv.cli.launch import DRAFTERS, Request, check_port, describe, environment, find_device, prepare
+from oasiskv.cli.launch import (
+    DRAFTERS,
+    Request,
+    check_port,
+    describe,
+    environment,
+    find_device,
+    prepare,
+    wants_own_log,
+)
 from oasiskv.cli.server import Server, stopped_by_sigterm
 from oasiskv.core.config import LookaheadConfig
 
@@ -91,9 +100,14 @@ def run(args: argparse.Namespace) -> int:
     if not any(flag.startswith("--uds") for flag in request.rest):
         check_port(request.host, request.port)
     _say("\n".join(describe(launch)[:4]))
-    show = _say if args.verbose else clock(_say)
-    child = environment(device, request.num_workers, os.environ)
-    with stopped_by_sigterm(), Server(launch.command(), child, show, is_verbose=args.verbose) as server:
+    has_own_log = wants_own_log(request.rest, os.environ)
+    is_verbose = args.verbose or has_own_log
+    child = environment(device, request.num_workers, os.environ, has_own_log=has_own_log)
+    level = os.environ.get("VLLM_LOGGING_LEVEL", "INFO")
+    server = Server(
+        launch.command(), child, _say if is_verbose else clock(_say), is_verbose=is_verbose, least_level=level
+    )
+    with stopped_by_sigterm(), server:
         try:
             return server.wait()
         except KeyboardInterrupt:

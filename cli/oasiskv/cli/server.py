@@ -38,10 +38,17 @@ class Server:
         environment: Of the child.
         show: Receives the lines of the log that a person may want to see.
         is_verbose: Show every line as it is.
+        least_level: Of the lines that are shown once the server is ready.
     """
 
     def __init__(
-        self, command: Sequence[str], environment: Mapping[str, str], show: Show, *, is_verbose: bool = False
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        show: Show,
+        *,
+        is_verbose: bool = False,
+        least_level: str = "INFO",
     ) -> None:
         """Prepare; nothing is started."""
         self._command = list(command)
@@ -49,7 +56,7 @@ class Server:
         self._show = show
         self._is_verbose = is_verbose
         self._is_quiet = False
-        self._log = LogReader()
+        self._log = LogReader(least_level)
         self._tail: deque[str] = deque(maxlen=KEPT_LINES)
         self._process: subprocess.Popen[str] | None = None
         self._reader: threading.Thread | None = None

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass, fields
+from fractions import Fraction
 from typing import Any, Literal, Self
 
 from oasiskv.core.errors import ConfigError
@@ -17,10 +18,12 @@ def parse_bytes(value: int | str, field: str) -> int:
     Raises:
         ConfigError: it is not a positive number of bytes; the message starts with `field`.
     """
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", str(value))
-    if isinstance(value, bool) or match is None or match[2] not in UNITS:
+    is_whole_or_text = isinstance(value, int | str) and not isinstance(value, bool)
+    match = re.fullmatch(r"\s*([0-9]{1,30})(\.[0-9]{1,30})?\s*([A-Za-z]*)\s*", str(value) if is_whole_or_text else "")
+    # A part of a byte is a unit that was forgotten.
+    if match is None or match[3] not in UNITS or (match[2] and not match[3]):
         raise ConfigError(f"{field}: expected bytes such as 1073741824 or '1.5GiB', got {value!r}")
-    num_bytes = int(float(match[1]) * UNITS[match[2]])
+    num_bytes = int(Fraction(match[1] + (match[2] or "")) * UNITS[match[3]])
     if num_bytes <= 0:
         raise ConfigError(f"{field}: expected more than 0 bytes, got {value!r}")
     return num_bytes
@@ -95,12 +98,12 @@ class LookaheadConfig:
             ("summary", ("minmax", "mid")),
             ("group_reduction", ("max", "sum", "softmax")),
             ("host_backing", ("private", "shared")),
-            ("debug_verify", (True, False)),
-            ("debug_poison", (True, False)),
         ):
             if getattr(self, name) not in allowed:
-                expected = ", ".join(map(str, allowed))
-                raise ConfigError(f"{name}: expected one of {expected}, got {getattr(self, name)!r}")
+                raise ConfigError(f"{name}: expected one of {', '.join(allowed)}, got {getattr(self, name)!r}")
+        for name in ("debug_verify", "debug_poison"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}: expected True or False, got {getattr(self, name)!r}")
         if self.sink_blocks >= self.budget_blocks:
             raise ConfigError(
                 f"sink_blocks: expected fewer than budget_blocks ({self.budget_blocks}), got {self.sink_blocks}"

@@ -142,26 +142,27 @@ def check_fits(
     Raises:
         ConfigError: The sum is over the limit; the message shows it.
     """
-    parts = [f"{num_processes} processes x {_size(host_pool_bytes)}" if num_processes > 1 else _size(host_pool_bytes)]
+    parts = [f"{num_processes} processes x {size(host_pool_bytes)}" if num_processes > 1 else size(host_pool_bytes)]
     total_bytes = num_processes * host_pool_bytes
     for name, num_bytes in (others or {}).items():
-        parts.append(f"{_size(num_bytes)} {name}")
+        parts.append(f"{size(num_bytes)} {name}")
         total_bytes += num_bytes
     needed = " + ".join(parts)
     if len(parts) > 1 or num_processes > 1:
-        needed += f" = {_size(total_bytes)}"
+        needed += f" = {size(total_bytes)}"
     if limit.max_bytes is not None and total_bytes > limit.max_bytes:
-        raise ConfigError(f"host_pool_bytes: {needed} exceed the limit {_size(limit.max_bytes)} ({limit.source})")
+        raise ConfigError(f"host_pool_bytes: {needed} exceed the limit {size(limit.max_bytes)} ({limit.source})")
     if limit.mem_total_bytes is not None and total_bytes > limit.mem_total_bytes:
         logger.warning(
             "host_pool_bytes: %s exceed the %s of memory that the machine reports (MemTotal); "
             "going on, since some hosts add memory as it is touched",
             needed,
-            _size(limit.mem_total_bytes),
+            size(limit.mem_total_bytes),
         )
 
 
-def _size(num_bytes: int) -> str:
+def size(num_bytes: int) -> str:
+    """Write bytes for people."""
     return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
 
 

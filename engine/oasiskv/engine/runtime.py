@@ -77,6 +77,7 @@ class Runtime:
         # Rows of each layer's last background; behind them its plan is that of an earlier step.
         self._num_submitted = [0] * shape.num_layers
         self._plan: StepPlan | None = None
+        self._has_drafted = False
 
     @property
     def plan(self) -> StepPlan | None:
@@ -121,6 +122,7 @@ class Runtime:
         drafted = sum(usable and flag for usable, flag in zip(batch.has_usable_draft, sparse, strict=True))
         self.counters.add_sources(drafted, sum(sparse))
         self._plan = self._planner.plan_step(batch, slots, sparse, self._step)
+        self._has_drafted = False
         return self._plan
 
     def begin_blank(self, seq_lens: torch.Tensor) -> StepPlan:
@@ -144,8 +146,23 @@ class Runtime:
     ) -> StepPlan:
         """Start the drafter's pass over the rows of the running step; see `StepPlanner.plan_drafting`."""
         assert self._plan is not None
+        self._has_drafted = True
         self._plan = self._planner.plan_drafting(self._plan, query_start_loc, seq_lens, block_table)
         return self._plan
+
+    def make_up_drafting(self) -> bool:
+        """Say whether the running step, now at its end, had no drafter's pass, and make up for it if so.
+
+        A block that ended in the step is complete in every layer all the same: else the drafter would later be given
+        what the block's places held before.
+        """
+        drafter_layers = range(self.shape.num_target_layers, self.shape.num_layers)
+        if not drafter_layers or self._plan is None or self._plan.num_rows == 0 or self._has_drafted:
+            return False
+        for layer in drafter_layers:
+            self.before_write(layer)
+        self._has_drafted = True
+        return True
 
     def before_write(self, layer: int) -> None:
         """Wait for the layer's transfer of the step before, then take in blocks that became final."""

@@ -221,10 +221,17 @@ class TinyWorker:
         self._queries: dict[tuple[str, int], torch.Tensor] = {}
         self.num_complete: dict[str, int] = {}
         """Blocks of each sparse request that its working sets took in."""
+        self.was_drafter_left_out = False
+        """Whether the step before the last one had no drafter's pass."""
         self._step = 0
 
     def run(
-        self, commands: StepCommands, rows: Sequence[TinyRow], free_blocks: Sequence[int] = ()
+        self,
+        commands: StepCommands,
+        rows: Sequence[TinyRow],
+        free_blocks: Sequence[int] = (),
+        *,
+        has_drafter_pass: bool = True,
     ) -> list[torch.Tensor]:
         """Run one step.
 
@@ -232,19 +239,21 @@ class TinyWorker:
             commands: The ledger's orders.
             rows: What each request computes.
             free_blocks: Engine blocks that are nobody's in this step: overwritten before it, and not written by it.
+            has_drafter_pass: Whether the drafter's layers run too; else their K and V come from nowhere.
 
         Returns:
             Every layer's attention output, `[num_tokens, num_query_heads, head_dim]`; nothing where there are no rows.
         """
+        self.was_drafter_left_out = self.runtime.make_up_drafting()
         self.runtime.apply(commands)
         for kv_cache in self.kv_caches:
             kv_cache[list(free_blocks)] = NOBODYS
-        outputs = self._run_rows(commands, rows)
+        outputs = self._run_rows(commands, rows, has_drafter_pass)
         for layer, kv_cache in enumerate(self.kv_caches):
             assert bool((kv_cache[list(free_blocks)] == NOBODYS).all()), f"layer {layer}: a free block was written"
         return outputs
 
-    def _run_rows(self, commands: StepCommands, rows: Sequence[TinyRow]) -> list[torch.Tensor]:
+    def _run_rows(self, commands: StepCommands, rows: Sequence[TinyRow], has_drafter_pass: bool) -> list[torch.Tensor]:
         for request_id in commands.released:
             self._forget(request_id)
         if not rows:
@@ -269,6 +278,9 @@ class TinyWorker:
             self._switch(by_id[request_id], num_complete)
         outputs = []
         for layer in range(self.shape.num_layers):
+            if layer >= self.shape.num_target_layers and not has_drafter_pass:
+                self._leave_out(layer, rows)
+                continue
             if layer == self.shape.num_target_layers:
                 self.runtime.end_pass()
                 plan = self.runtime.begin_drafting(query_start_loc, seq_lens, table)
@@ -306,7 +318,11 @@ class TinyWorker:
     def _switch(self, row: TinyRow, num_complete: int) -> None:
         self.num_complete[row.request_id] = num_complete
         for layer in range(self.shape.num_layers):
-            predicted = self._predict(row, layer, self._queries[row.request_id, layer], num_complete)
+            query = self._queries.get((row.request_id, layer))
+            if query is None:
+                # The drafter never ran for it.
+                query = torch.zeros(self.shape.num_query_heads, self.shape.head_dim, dtype=self.shape.dtype)
+            predicted = self._predict(row, layer, query, num_complete)
             for head, chosen in enumerate(predicted):
                 self.working_sets[row.request_id, layer, head] = WorkingSetModel.start(chosen, self._step)
 
@@ -322,14 +338,9 @@ class TinyWorker:
     def _run_layer(
         self, layer: int, rows: Sequence[TinyRow], query_start_loc: torch.Tensor, plan: StepPlan
     ) -> torch.Tensor:
-        sparse = [row for row in rows if (row.request_id, layer, 0) in self.working_sets]
         num_complete = {row.request_id: row.num_computed // self.shape.block_size for row in rows}
         self.runtime.before_write(layer)
-        for row in sparse:
-            if num_complete[row.request_id] > self.num_complete[row.request_id]:
-                for head in range(self.shape.num_kv_heads):
-                    model = self.working_sets[row.request_id, layer, head]
-                    model.complete(num_complete[row.request_id] - 1, self.config.sink_blocks, self._step)
+        sparse = self._complete(layer, rows, num_complete)
         self._check_residents(layer)
         for row in sparse:
             self._check_bytes(layer, row, num_complete[row.request_id])
@@ -345,6 +356,24 @@ class TinyWorker:
         self.runtime.after_attention(layer)
         self._look_ahead(layer, rows, num_complete)
         return output
+
+    def _leave_out(self, layer: int, rows: Sequence[TinyRow]) -> None:
+        num_complete = {row.request_id: row.num_computed // self.shape.block_size for row in rows}
+        sparse = self._complete(layer, rows, num_complete)
+        for row in rows:
+            self._write(layer, row)
+        if layer == self.shape.num_layers - 1:
+            self.num_complete |= {row.request_id: num_complete[row.request_id] for row in sparse}
+
+    def _complete(self, layer: int, rows: Sequence[TinyRow], num_complete: dict[str, int]) -> list[TinyRow]:
+        """Let the models take in the blocks that ended, and return the sparse rows."""
+        sparse = [row for row in rows if (row.request_id, layer, 0) in self.working_sets]
+        for row in sparse:
+            if num_complete[row.request_id] > self.num_complete[row.request_id]:
+                for head in range(self.shape.num_kv_heads):
+                    model = self.working_sets[row.request_id, layer, head]
+                    model.complete(num_complete[row.request_id] - 1, self.config.sink_blocks, self._step)
+        return sparse
 
     def _look_ahead(self, layer: int, rows: Sequence[TinyRow], num_complete: dict[str, int]) -> None:
         for row in rows:

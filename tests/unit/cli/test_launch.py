@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from oasiskv.cli import launch, main, serve
-from oasiskv.cli.launch import Launch, Request, environment, find_model, free_port, prepare
+from oasiskv.cli.launch import Launch, Request, environment, find_model, free_port, prepare, wants_own_log
 from oasiskv.core.errors import ConfigError
 
 CONFIG = {
@@ -168,6 +168,40 @@ def test_the_environment_leaves_alone_what_the_user_set() -> None:
     assert chosen["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
     assert "VLLM_CPU_KVCACHE_SPACE" not in chosen
     assert "VLLM_CPU_OMP_THREADS_BIND" not in environment("cuda", 1, {})
+
+
+def test_a_plugin_is_loaded_whatever_plugins_the_environment_names() -> None:
+    assert environment("cpu", 1, {"VLLM_PLUGINS": "other"})["VLLM_PLUGINS"] == "other,oasiskv"
+    assert environment("cpu", 1, {"VLLM_PLUGINS": "oasiskv,other"})["VLLM_PLUGINS"] == "oasiskv,other"
+    assert "VLLM_PLUGINS" not in environment("cpu", 1, {})
+
+
+def test_vllm_logs_what_progress_is_read_from_whatever_the_environment_says() -> None:
+    user = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_LOGGING_COLOR": "1", "FORCE_COLOR": "1", "VLLM_LOGGING_PREFIX": "x"}
+    chosen = environment("cpu", 1, user)
+    assert {name: chosen[f"VLLM_LOGGING_{name}"] for name in ("LEVEL", "COLOR", "PREFIX")} == {
+        "LEVEL": "INFO",
+        "COLOR": "0",
+        "PREFIX": "",
+    }
+    assert environment("cpu", 1, {"VLLM_LOGGING_LEVEL": "DEBUG"})["VLLM_LOGGING_LEVEL"] == "DEBUG"
+
+
+@pytest.mark.parametrize(
+    ("rest", "user"),
+    [
+        (["--log-level", "ERROR"], {}),
+        (["--logging-config.formatter=json"], {}),
+        (["--uvicorn_log_level", "warning"], {}),
+        ([], {"VLLM_CONFIGURE_LOGGING": "0"}),
+        ([], {"VLLM_LOGGING_CONFIG_PATH": "/etc/log.json"}),
+    ],
+)
+def test_a_log_that_the_user_shapes_is_left_as_it_is(rest: list[str], user: dict[str, str]) -> None:
+    assert wants_own_log(rest, user)
+    assert not wants_own_log(["--api-key", "k"], {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CONFIGURE_LOGGING": "1"})
+    chosen = environment("cpu", 1, user, has_own_log=True)
+    assert {name: value for name, value in chosen.items() if "LOGGING" in name} == user
 
 
 def test_the_command_line_splits_our_options_from_those_of_vllm() -> None:

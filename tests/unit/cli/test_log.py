@@ -29,6 +29,10 @@ def read_all(*lines: str) -> LogReader:
             "(EngineCore pid=8) INFO 11-30 00:00:01 [k.py:2] GPU KV cache size: 17,360 tokens, Maximum",
             "engine KV cache: 17,360 tokens",
         ),
+        (
+            "(Worker pid=7) INFO 11-30 00:00:01 [worker.py:9] Host memory for KV: 61.0 MiB ready after 0.1 s",
+            "Host memory for KV: 61.0 MiB ready after 0.1 s",
+        ),
         ("(APIServer pid=9) WARNING 11-30 00:00:01 [vllm.py:725] Model Runner V2 requires Triton", None),
         ("(APIServer pid=9) INFO 11-30 00:00:01 [launcher.py:195] Route: /health, Methods: GET", None),
         ("INFO:     Application startup complete.", "ready"),
@@ -45,6 +49,15 @@ def test_everything_with_a_level_is_shown_once_ready() -> None:
     line = "(APIServer pid=9) WARNING 11-30 00:00:01 [a.py:1] slow"
     assert reader.read(line) == line
     assert reader.read("  a line of a traceback") is None
+
+
+@pytest.mark.parametrize(("level", "shown"), [("warning", False), ("INFO", True), ("DEBUG", True), ("loud", True)])
+def test_the_user_s_level_counts_once_ready(level: str, shown: bool) -> None:
+    reader = LogReader(level)
+    reader.read("INFO:     Application startup complete.")
+    line = "(APIServer pid=9) INFO 11-30 00:00:01 [a.py:1] a request"
+    assert (reader.read(line) == line) == shown
+    assert reader.read(error := "(APIServer pid=9) ERROR 11-30 00:00:01 [a.py:1] lost") == error
 
 
 def test_oasiskvs_own_error_is_the_cause_whatever_came_before_and_after() -> None:

@@ -254,6 +254,18 @@ def test_rows_look_ahead_with_the_draft_token_where_it_can_be_used(make: Make) -
     assert (counts["source_draft"], counts["source_self"]) == (1, 2)
 
 
+def test_a_block_that_ends_while_the_drafter_is_left_out_is_complete_in_its_layer_too(make: Make) -> None:
+    worker = make(debug_verify=True)
+    num_tokens = prefill(worker)
+    for has_drafter_pass in (False, True):
+        for _ in range(BLOCK + 1):
+            worker.run(StepCommands(), [row("a", num_tokens, 1)], has_drafter_pass=has_drafter_pass)
+            num_tokens += 1
+        worker.run(StepCommands(), [])
+        assert worker.was_drafter_left_out == (not has_drafter_pass)
+    assert worker.num_complete["a"] == 10
+
+
 def test_a_poisoned_slot_is_huge_from_its_selection_to_its_transfer(make: Make) -> None:
     gate = Gate()
     worker = make(gate, debug_poison=True)

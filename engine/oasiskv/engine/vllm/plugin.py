@@ -9,7 +9,7 @@ import logging
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 from oasiskv.engine.vllm import manager
-from oasiskv.engine.vllm.settings import CONNECTOR
+from oasiskv.engine.vllm.names import CONNECTOR
 
 _is_registered = False
 
@@ -25,9 +25,18 @@ def register() -> None:
     _is_registered = True
 
 
+class _ToVllm(logging.Handler):
+    """Hands records to vLLM's own logger: vLLM may set its level and its handlers after the plugins are loaded."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        theirs = logging.getLogger("vllm")
+        if theirs.isEnabledFor(record.levelno):
+            theirs.handle(record)
+
+
 def _share_log() -> None:
-    """Send what OasisKV logs where vLLM's own log goes, at the same level."""
-    ours, theirs = logging.getLogger("oasiskv"), logging.getLogger("vllm")
-    ours.setLevel(theirs.level)
-    for handler in theirs.handlers:
-        ours.addHandler(handler)
+    """Send what OasisKV logs where vLLM's own log goes, at the level that vLLM's has."""
+    ours = logging.getLogger("oasiskv")
+    ours.setLevel(logging.DEBUG)
+    ours.propagate = False
+    ours.addHandler(_ToVllm())

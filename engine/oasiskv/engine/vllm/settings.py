@@ -1,6 +1,6 @@
 """What vLLM's configuration says about the backend: whether it is on, its settings, and what it refuses."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vllm.config import VllmConfig
 from vllm.utils.math_utils import cdiv
@@ -9,11 +9,8 @@ from vllm.version import __version__ as vllm_version
 from oasiskv.core.config import LookaheadConfig
 from oasiskv.core.errors import ConfigError, UnsupportedError
 from oasiskv.core.layout import SparseLayout
+from oasiskv.engine.vllm.names import CONNECTOR, VLLM_VERSION, WORKERS
 from oasiskv.kernels.rows import SummaryLayout
-
-CONNECTOR = "OasisKVConnector"
-WORKERS = {"cpu": "oasiskv.engine.vllm.cpu.Worker", "cuda": "oasiskv.engine.vllm.cuda.Worker"}
-VLLM_VERSION = "0.32.0"
 
 
 def is_enabled(vllm_config: VllmConfig) -> bool:
@@ -25,12 +22,16 @@ def is_enabled(vllm_config: VllmConfig) -> bool:
 def load(vllm_config: VllmConfig) -> LookaheadConfig:
     """Read the backend's settings from `kv_connector_extra_config`.
 
+    A budget beyond the longest request is cut to it: it means dense, and shall not take device memory.
+
     Raises:
         ConfigError: a setting is unknown or out of range.
     """
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None
-    return LookaheadConfig.from_mapping(dict(transfer.kv_connector_extra_config))
+    config = LookaheadConfig.from_mapping(dict(transfer.kv_connector_extra_config))
+    budget_blocks = min(config.budget_blocks, max_blocks(vllm_config))
+    return replace(config, budget_blocks=budget_blocks, sink_blocks=min(config.sink_blocks, budget_blocks - 1))
 
 
 def sparse_layout(config: LookaheadConfig, block_size: int) -> SparseLayout:

@@ -4,6 +4,7 @@
 """
 
 import logging
+import time
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from oasiskv.core.commands import StepCommands
 from oasiskv.core.config import LookaheadConfig
 from oasiskv.core.errors import ConfigError, UnsupportedError
-from oasiskv.core.host_memory import HostPoolConfig, check_fits, host_memory_limit
+from oasiskv.core.host_memory import HostPoolConfig, check_fits, host_memory_limit, size
 from oasiskv.engine.host_pool import HostPool
 from oasiskv.engine.pipeline import Pipeline, ThreadPipeline
 from oasiskv.engine.plan import Batch, StepPlan
@@ -26,8 +27,12 @@ from oasiskv.engine.streams import StreamPipeline
 from oasiskv.engine.vllm import settings
 from oasiskv.engine.vllm.connector import StepMetadata, host_block_bytes
 from oasiskv.engine.vllm.manager import LookaheadSpec
+from oasiskv.engine.vllm.names import CONNECTOR
 
 logger = logging.getLogger(__name__)
+
+PROGRESS_S = 5.0
+"""Seconds between two lines about host memory while it is being taken."""
 
 
 class WorkerBackend:
@@ -52,6 +57,7 @@ class WorkerBackend:
         self._num_drafts: dict[str, int] = {}
         self._usable: set[str] = set()
         self.is_warming_up = False
+        self._weight_bytes = 0
         self._is_pending = False
         self._is_running = False
         self._fresh_plan: StepPlan | None = None
@@ -67,12 +73,19 @@ class WorkerBackend:
         assert self._shape is not None
         return self._layers[name] >= self._shape.num_target_layers
 
-    def load(self, target_names: set[str], device: torch.device, impl_class: type) -> None:
+    def load(self, target_names: set[str], device: torch.device, impl_class: type, weight_bytes: int) -> None:
         """Look at the loaded layers and allocate the device state, inside vLLM's memory profile.
+
+        Args:
+            target_names: Layers of the target model; the others are the drafter's.
+            device: Where the layers run.
+            impl_class: The attention class that every layer must have.
+            weight_bytes: What the weights take in this process.
 
         Raises:
             UnsupportedError: a layer is not one that the backend serves.
         """
+        self._weight_bytes = weight_bytes
         layers = {
             name: layer
             for name, layer in self.vllm_config.compilation_config.static_forward_context.items()
@@ -131,7 +144,8 @@ class WorkerBackend:
                     f"kv_cache_layout: expected contiguous blocks of {shape}, got {cache.shape} in {name}"
                 )
         assert block_bytes == self._shape.host_block_bytes
-        pool = self._make_pool(settings.num_host_blocks(self.vllm_config, self.config, block_bytes))
+        num_host_blocks = settings.num_host_blocks(self.vllm_config, self.config, block_bytes)
+        pool = self._make_pool(num_host_blocks, sum(cache.nbytes for cache in caches))
         self.runtime = Runtime(self.config, self._shape, self._sets, caches, pool, self._make_pipeline())
 
     def apply(self, scheduler_output: SchedulerOutput) -> None:
@@ -145,7 +159,10 @@ class WorkerBackend:
             self.end_step()
             return
         if self.runtime is None or not isinstance(metadata, StepMetadata):
-            raise ConfigError(f"kv_transfer_config.kv_connector: expected {settings.CONNECTOR} on the scheduler's side")
+            raise ConfigError(f"kv_transfer_config.kv_connector: expected {CONNECTOR} on the scheduler's side")
+        # Model runner V1 leaves the drafter out for a batch with a request longer than the drafter takes, and hands on
+        # zeros in the place of its drafts. V2 never does.
+        is_drafter_left_out = self.v1_batch is not None and self.runtime.make_up_drafting()
         self.runtime.apply(metadata.commands)
         drafts = scheduler_output.scheduled_spec_decode_tokens
         # With asynchronous scheduling the scheduler knows only how many drafts there are, not which. Model runner V2
@@ -155,6 +172,8 @@ class WorkerBackend:
         )
         self._num_drafts = {request_id: len(ids) for request_id, ids in drafts.items()}
         self._usable = {request_id for request_id, ids in drafts.items() if ids and not (knows_ids and ids[-1] < 0)}
+        if is_drafter_left_out:
+            self._usable = set()
         self._is_pending = self._is_running = scheduler_output.total_num_scheduled_tokens > 0
 
     def begin_step(
@@ -232,7 +251,7 @@ class WorkerBackend:
             return None
         return list(self.v1_batch.req_ids[:num_rows])
 
-    def _make_pool(self, num_blocks: int) -> HostPool:
+    def _make_pool(self, num_blocks: int, engine_bytes: int) -> HostPool:
         assert self._shape is not None
         config = HostPoolConfig(
             num_blocks=num_blocks,
@@ -243,11 +262,18 @@ class WorkerBackend:
             dtype_bytes=self._shape.dtype.itemsize,
         )
         num_processes = self.vllm_config.parallel_config.world_size
-        limit = host_memory_limit(user_limit_bytes=self.config.host_limit_bytes)
-        check_fits(config.total_bytes, limit, num_processes=num_processes)
-        make = HostPool.private if self.config.host_backing == "private" else HostPool.shared
         is_cuda = self._sets is not None and self._sets.cap.is_cuda
-        return make(config, self._shape.dtype, pin=is_cuda, report=_Progress())
+        others = {}
+        if not is_cuda:
+            others["for the engine's KV cache"] = num_processes * engine_bytes
+            others["for the weights"] = num_processes * self._weight_bytes
+        limit = host_memory_limit(user_limit_bytes=self.config.host_limit_bytes)
+        check_fits(config.total_bytes, limit, num_processes=num_processes, others=others)
+        make = HostPool.private if self.config.host_backing == "private" else HostPool.shared
+        progress = _Progress()
+        pool = make(config, self._shape.dtype, pin=is_cuda, report=progress)
+        progress.end(config.total_bytes)
+        return pool
 
     def _make_pipeline(self) -> Pipeline:
         assert self._shape is not None
@@ -257,16 +283,22 @@ class WorkerBackend:
 
 
 class _Progress:
-    """Logs every tenth part of what is done."""
+    """Logs how far host memory is, now and then and at its end."""
 
     def __init__(self) -> None:
-        self._told = 0
+        self._started = self._told = time.monotonic()
 
     def __call__(self, done_bytes: int, total_bytes: int) -> None:
-        tenths = 10 * done_bytes // total_bytes
-        if tenths > self._told:
-            self._told = tenths
-            logger.info("Host memory for KV: %.1f of %.1f GiB ready", done_bytes / 2**30, total_bytes / 2**30)
+        now = time.monotonic()
+        if now - self._told >= PROGRESS_S:
+            self._told = now
+            seconds = now - self._started
+            logger.info("Host memory for KV: %s of %s after %.0f s", size(done_bytes), size(total_bytes), seconds)
+
+    def end(self, total_bytes: int) -> None:
+        """Log how much was got, and how long it took."""
+        seconds = time.monotonic() - self._started
+        logger.info("Host memory for KV: %s ready after %.1f s", size(total_bytes), seconds)
 
 
 _current: WorkerBackend | None = None
@@ -302,8 +334,8 @@ class LookaheadWorker:
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the model and the drafter, then look at their layers."""
         super().load_model(*args, **kwargs)  # type: ignore[misc]
-        self.backend.load(target_layer_names(self.model_runner), self.device, self.attention_impl())
         runner = self.model_runner
+        self.backend.load(target_layer_names(runner), self.device, self.attention_impl(), weight_bytes(runner))
         if not runner_is_v2(self):
             self.backend.v1_batch = runner.input_batch
         if getattr(runner, "rejection_sampler", None) is not None and not runner_is_v2(self):
@@ -357,6 +389,15 @@ def target_layer_names(runner: Any) -> set[str]:
     draft_names: set[str] = set(getattr(drafter, "_draft_attn_layer_names", ()) or ())
     draft_names |= {name for name, layer in context.items() if getattr(layer, "is_draft_layer", False)}
     return {name for name in context if name not in draft_names}
+
+
+def weight_bytes(runner: Any) -> int:
+    """Return the bytes of the model's and the drafter's weights; those that both use count once."""
+    drafter = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
+    models = [runner.model, getattr(drafter, "model", None)]
+    modules = [model for model in models if isinstance(model, torch.nn.Module)]
+    weights = {weight.data_ptr(): weight.nbytes for module in modules for weight in module.parameters()}
+    return sum(weights.values())
 
 
 def _check_layer(name: str, layer: Attention, impl_class: type) -> None:
