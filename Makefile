@@ -48,9 +48,9 @@ install: $(READY) ## set up the environment; the first time takes a few minutes 
 	$(PYTHON) -m venv .venv
 	$(PY) -m pip install --upgrade pip
 	@install() { echo "pip install $$*"; $(PY) -m pip install "$$@"; }; \
-		install -e '.[$(ENGINE),services,dev]' || { \
+		install -e '.[$(ENGINE),services,nixl,dev]' || { \
 			printf '\n%s\n' 'If the error above is about torch: trying again with the wheels at $(TORCH_INDEX)'; \
-			install --extra-index-url '$(TORCH_INDEX)' -e '.[$(ENGINE),services,dev]'; }
+			install --extra-index-url '$(TORCH_INDEX)' -e '.[$(ENGINE),services,nixl,dev]'; }
 ifeq ($(ENGINE),cpu)
 	@echo 'Removing three packages that do not import beside the CPU build of torch; text models need none of them.'
 	$(PY) -m pip uninstall -y torchvision torchaudio torchcodec

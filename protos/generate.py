@@ -6,9 +6,9 @@ the committed contract, which the next change is held against.
 
 import argparse
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
-from importlib import resources
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -19,7 +19,6 @@ from google.protobuf.descriptor_pb2 import (
     FileDescriptorSet,
     ServiceDescriptorProto,
 )
-from grpc_tools import protoc
 
 ROOT = Path(__file__).parent
 
@@ -34,17 +33,19 @@ def generate(out: Path, root: Path = ROOT) -> list[Path]:
     for proto in sorted(root.rglob("*.proto")):
         place = out / proto.relative_to(root)
         place.parent.mkdir(parents=True, exist_ok=True)
-        arguments = [
-            "protoc",
+        # In a process of its own: protoc brings a protobuf library that does not bear with those of others.
+        command = [
+            sys.executable,
+            "-m",
+            "grpc_tools.protoc",
             f"--proto_path={root}",
-            f"--proto_path={resources.files('grpc_tools') / '_proto'}",
             f"--python_out={out}",
             f"--pyi_out={out}",
             f"--grpc_python_out={out}",
             f"--descriptor_set_out={place.with_suffix('.binpb')}",
             str(proto),
         ]
-        if protoc.main(arguments):
+        if subprocess.run(command, check=False).returncode:
             sys.exit(f"error: protoc refused {proto}")
         written += [place.with_name(place.stem + end) for end in ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py", ".binpb")]
     return written

@@ -62,5 +62,8 @@ class LeaseCounts:
     num_fenced_blocks: int
     """Blocks of write leases that ended by time while their writer may still write."""
 
+    num_links: int
+    """Processes of peers that use the memory themselves."""
+
     num_expired_total: int
     """Leases and handles that ended by time, since the start."""

@@ -109,6 +109,7 @@ class LeaseTable:
             num_peers=len(self._peers),
             num_leases=sum(state in (_State.ACTIVE, _State.OFFERED) for state, _ in states),
             num_fenced_blocks=sum(len(self._blocks.table(name)) for state, name in states if state is _State.FENCED),
+            num_links=sum(peer.num_links for peer in self._peers.values()),
             num_expired_total=self._num_expired,
         )
 

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import grpc
@@ -20,6 +21,8 @@ from oasiskv.protos.staging.v1 import staging_pb2_grpc
 from oasiskv.services.checksums import checksum
 from oasiskv.services.rpc.server import RpcServer, ServerConfig
 from oasiskv.services.rpc.status import CLASSES, ERROR_KEY
+from oasiskv.services.staging.data_plane import DataPlane
+from oasiskv.services.staging.fabric import choose
 from oasiskv.services.staging.memory import StagingMemory
 from oasiskv.services.staging.service import Access, StagingConfig, StagingService
 from oasiskv.services.staging.servicer import SERVICE_NAME, add_to_server
@@ -44,7 +47,8 @@ class Place:
 
     async def start(self) -> grpc.aio.Channel:
         config = ServerConfig(address="127.0.0.1:0")
-        self.server = await RpcServer.start(config, lambda server: add_to_server(self.service, server), (SERVICE_NAME,))
+        data_plane = DataPlane(choose("none"), self.memory)
+        self.server = await RpcServer.start(config, partial(add_to_server, self.service, data_plane), (SERVICE_NAME,))
         return grpc.aio.insecure_channel(f"127.0.0.1:{self.server.port}")
 
     async def send(self, method: Any, payloads: list[bytes]) -> None:
@@ -106,6 +110,8 @@ def values(field: FieldDescriptor) -> st.SearchStrategy[Any]:
             one = st.integers(0, 4) | st.sampled_from([2**31, 2**32 - 1])
         case FieldDescriptor.TYPE_UINT64 | FieldDescriptor.TYPE_FIXED64:
             one = st.sampled_from([0, 1, 1000, 2**63, 2**64 - 1])
+        case FieldDescriptor.TYPE_BOOL:
+            one = st.booleans()
         case FieldDescriptor.TYPE_ENUM:
             one = st.integers(0, 9)
         case _:

@@ -14,6 +14,7 @@ from oasiskv.core.errors import ConfigError, LeaseExpiredError
 from oasiskv.core.fingerprint import Fingerprint
 from oasiskv.core.host_memory import HostPoolConfig
 from oasiskv.engine.host_pool import HostPool
+from oasiskv.services.staging import memory as memory_module
 from oasiskv.services.staging.memory import MemorySocket, StagingMemory
 
 SHAPE = Fingerprint(model_hash="m", dtype="float16", block_size=4, num_layers=3, num_kv_heads=2, head_dim=8)
@@ -120,3 +121,36 @@ def test_the_socket_of_a_process_that_died_is_taken_over(memory: StagingMemory, 
         await listener.stop()
 
     asyncio.run(scenario())
+
+
+def test_huge_pages_that_are_not_there_give_small_ones_and_a_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meminfo = tmp_path / "meminfo"
+    monkeypatch.setattr(memory_module, "MEMINFO", meminfo)
+    for text, reason in (
+        (
+            "HugePages_Free:   3\nHugePages_Rsvd:   3\nHugepagesize:  2048 kB\n",
+            "1 huge ones of 2097152 bytes are needed",
+        ),
+        ("MemTotal: 1 kB\n", "small pages: 0 huge ones"),
+    ):
+        meminfo.write_text(text)
+        made = StagingMemory(SHAPE, NUM_BLOCKS, "auto")
+        assert reason in made.reason
+        made.close()
+    made = StagingMemory(SHAPE, NUM_BLOCKS, "never")
+    assert made.reason == "small pages: the configuration says never"
+    made.close()
+
+
+def test_huge_pages_hold_the_pool_where_there_are_some(tmp_path: Path) -> None:
+    made = StagingMemory(SHAPE, NUM_BLOCKS, "auto")
+    try:
+        if not made.reason.startswith("1 huge pages"):
+            pytest.skip(f"this host has none to spare: {made.reason}")
+        assert os.fstat(made.blocks_fd).st_size % (2 * 2**20) == 0
+        made.parts[NUM_BLOCKS - 1] = 3
+        assert made.parts.shape == (NUM_BLOCKS, SHAPE.num_parts, SHAPE.part_bytes)
+    finally:
+        made.close()

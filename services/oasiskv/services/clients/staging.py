@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import fcntl
+import math
 import mmap
 import os
 import socket
@@ -15,7 +16,12 @@ import grpc
 import numpy as np
 from numpy.typing import NDArray
 
-from oasiskv.core.errors import CorruptBlockError, LeaseExpiredError, PeerUnavailableError
+from oasiskv.core.errors import (
+    CorruptBlockError,
+    LeaseExpiredError,
+    PeerUnavailableError,
+    TransferTimeoutError,
+)
 from oasiskv.core.service_config import TlsConfig
 from oasiskv.protos.staging.v1 import staging_pb2 as pb
 from oasiskv.protos.staging.v1 import staging_pb2_grpc
@@ -81,6 +87,10 @@ class StagingClient:
         await asyncio.sleep(RETRY_WAIT_S)
         return await self.call(method, request)
 
+    def attach(self, peer_id: str) -> "AttachedLink":
+        """Ask for one-sided reads and writes of the service's memory."""
+        return AttachedLink(self.stub.Attach(pb.AttachRequest(peer_id=peer_id)))
+
     async def put(self, peer_id: str, lease_id: str, parts: Iterable[tuple[int, int, bytes]]) -> int:
         """Write parts, each given as block index, part and data, and return how many were."""
 
@@ -117,6 +127,35 @@ class StagingClient:
             stream.cancel()
 
 
+class AttachedLink:
+    """An Attach stream: open for as long as this process uses the service's memory one-sidedly."""
+
+    def __init__(self, stream: "grpc.aio.UnaryStreamCall[pb.AttachRequest, pb.AttachResponse]") -> None:
+        self._stream = stream
+
+    async def offer(self, timeout_s: float = 60.0) -> pb.AttachResponse:
+        """Return how to reach the memory; the service may have to start a process first.
+
+        Raises:
+            TransferTimeoutError: No answer within `timeout_s`.
+            UnsupportedError: The service offers no such way; the message says why.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                offer = await self._stream.read()
+        except grpc.aio.AioRpcError as failure:
+            raise error_of(failure) from failure
+        except TimeoutError as cause:
+            raise TransferTimeoutError(f"Attach: expected an answer within {timeout_s} s, got none") from cause
+        if not isinstance(offer, pb.AttachResponse):
+            raise PeerUnavailableError("Attach: expected an offer, got the end of the stream")
+        return offer
+
+    def close(self) -> None:
+        """Say that this process uses the memory no more."""
+        self._stream.cancel()
+
+
 class MappedPool:
     """The service's memory in this process; the connection that brought it stays open as a sign of life.
 
@@ -139,11 +178,12 @@ class MappedPool:
             can_write = fcntl.fcntl(blocks_fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
             self.blocks_fd = blocks_fd
             """For `HostPool.attach`, open until `close`."""
-            self.parts: NDArray[np.uint8] = _map(blocks_fd, can_write).reshape(
-                registered.num_blocks, registered.num_parts, registered.part_bytes
-            )
+            # Huge pages may make the file longer than the pool.
+            shape = (registered.num_blocks, registered.num_parts, registered.part_bytes)
+            self.parts: NDArray[np.uint8] = _map(blocks_fd, can_write)[: math.prod(shape)].reshape(shape)
             """`[num_blocks, num_parts, part_bytes]`; written only at blocks of a write lease that are not sealed."""
-            self._generations = _map(generations_fd, can_write=False).view(np.uint64)
+            self.generations: NDArray[np.uint64] = _map(generations_fd, can_write=False).view(np.uint64)
+            """`[num_blocks]`, as they are now."""
             self._resources = resources.pop_all()
 
     def read(self, block: pb.BlockDescriptor) -> NDArray[np.uint8]:
@@ -165,7 +205,7 @@ class MappedPool:
         self._resources.close()
 
     def _check_generation(self, block: pb.BlockDescriptor) -> None:
-        found = int(self._generations[block.block_id])
+        found = int(self.generations[block.block_id])
         if found != block.generation:
             raise LeaseExpiredError(
                 f"generation: expected {block.generation} of block {block.block_index}, got {found}; its lease ended"

@@ -16,6 +16,7 @@ from oasiskv.services.rpc.tls import server_credentials
 # Room for the fields of a message beside its largest bytes field.
 MESSAGE_OVERHEAD_BYTES = 64 * 2**10
 DEFAULT_MESSAGE_BYTES = 4 * 2**20
+KEEPALIVE_MS = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +89,9 @@ class RpcServer:
                 ("grpc.max_send_message_length", config.max_message_bytes),
                 # Two processes on one port would each get a part of the calls.
                 ("grpc.so_reuseport", 0),
+                # A peer whose host or network is gone says no farewell, and a stream of it would stay open.
+                ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+                ("grpc.keepalive_timeout_ms", KEEPALIVE_MS),
             ),
         )
         add_services(server)

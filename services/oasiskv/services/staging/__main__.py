@@ -17,6 +17,8 @@ from oasiskv.core.host_memory import check_fits, host_memory_limit
 from oasiskv.core.lease_limits import LeaseConfig
 from oasiskv.core.service_config import TABLES, TlsConfig, build
 from oasiskv.services.rpc.server import MESSAGE_OVERHEAD_BYTES, RpcServer, ServerConfig
+from oasiskv.services.staging.data_plane import DataPlane
+from oasiskv.services.staging.fabric import choose
 from oasiskv.services.staging.memory import MemorySocket, StagingMemory
 from oasiskv.services.staging.service import StagingConfig, StagingService
 from oasiskv.services.staging.servicer import SERVICE_NAME, UNLIMITED, add_to_server
@@ -99,15 +101,23 @@ async def run(config: ProcessConfig) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.put_nowait, number)
     async with contextlib.AsyncExitStack() as resources:
-        memory = StagingMemory(config.staging.fingerprint, config.staging.leases.num_blocks)
+        staging = config.staging
+        memory = StagingMemory(staging.fingerprint, staging.leases.num_blocks, staging.huge_pages)
         resources.callback(memory.close)
-        service = StagingService(config.staging, memory)
-        if not config.staging.is_strict:
+        logger.info("memory: %s", memory.reason)
+        service = StagingService(staging, memory)
+        transport = choose(staging.transport, is_strict=staging.is_strict, has_tls=config.server.tls is not None)
+        data_plane = DataPlane(transport, memory, is_remote=staging.locality == "remote")
+        resources.push_async_callback(data_plane.stop)
+        await data_plane.start()
+        if staging.hands_memory_over:
             path = Path(config.staging.memory_socket)
             link = MemorySocket(path, memory, service.open_link, service.leases.close_link)
             await link.start()
             resources.push_async_callback(link.stop)
-        server = await RpcServer.start(config.server, partial(add_to_server, service), (SERVICE_NAME,), UNLIMITED)
+        server = await RpcServer.start(
+            config.server, partial(add_to_server, service, data_plane), (SERVICE_NAME,), UNLIMITED
+        )
         resources.push_async_callback(server.stop, grace_s=1.0)
         print(f"oasiskv staging listens on port {server.port}", flush=True)
         await stopping.get()

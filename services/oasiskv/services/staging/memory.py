@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 F_SEAL_FUTURE_WRITE = 0x10  # not in the fcntl module of Python 3.11
 TOUCH_BYTES = 64 * 2**20
+HUGE_PAGES = ("auto", "never")
+MEMINFO = Path("/proc/meminfo")
 MAX_REQUEST_BYTES = 256
 ACCEPT_RETRY_S = 0.5
 
@@ -33,16 +35,24 @@ class StagingMemory:
     service and opens the file anew through /proc. Nobody but the service can ever write a generation.
     """
 
-    def __init__(self, fingerprint: Fingerprint, num_blocks: int) -> None:
+    def __init__(self, fingerprint: Fingerprint, num_blocks: int, huge_pages: str = "never") -> None:
         """Take the memory; all of it is touched, so none is found missing later.
 
         The kernel kills processes where there is not enough, so the caller checks that first.
 
+        Args:
+            fingerprint: Shape of a block.
+            num_blocks: How many.
+            huge_pages: One of `HUGE_PAGES`; where huge ones cannot be had, small ones are taken.
+
         Raises:
             ConfigError: A file cannot be as large as that; nothing is held.
         """
+        num_bytes = num_blocks * fingerprint.block_bytes
         with contextlib.ExitStack() as resources:
-            self.blocks_fd = _create(resources, "oasiskv-staging-blocks", num_blocks * fingerprint.block_bytes)
+            page_bytes, self.reason = _page_bytes(huge_pages, num_bytes)
+            """Why the pages have the size they have."""
+            self.blocks_fd = _create(resources, "oasiskv-staging-blocks", num_bytes, page_bytes)
             self.generations_fd = _create(resources, "oasiskv-staging-generations", num_blocks * 8)
             blocks = _map(resources, self.blocks_fd)
             generations = _map(resources, self.generations_fd)
@@ -52,7 +62,7 @@ class StagingMemory:
             self.reading_fd = os.open(f"/proc/self/fd/{self.blocks_fd}", os.O_RDONLY | os.O_CLOEXEC)
             resources.callback(os.close, self.reading_fd)
             self._resources = resources.pop_all()
-        self.parts: NDArray[np.uint8] = np.frombuffer(blocks, np.uint8).reshape(
+        self.parts: NDArray[np.uint8] = np.frombuffer(blocks, np.uint8, num_bytes).reshape(
             num_blocks, fingerprint.num_parts, fingerprint.part_bytes
         )
         """`[num_blocks, num_parts, part_bytes]`."""
@@ -183,8 +193,26 @@ async def _read_line(loop: asyncio.AbstractEventLoop, connection: socket.socket)
     return line[:-1].decode("ascii", errors="replace")
 
 
-def _create(resources: contextlib.ExitStack, name: str, num_bytes: int) -> int:
-    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+def _page_bytes(setting: str, num_bytes: int) -> tuple[int | None, str]:
+    """Return the size of huge pages to use, None for small ones, and why."""
+    if setting == "never":
+        return None, "small pages: the configuration says never"
+    lines = MEMINFO.read_text().splitlines() if MEMINFO.exists() else []
+    found = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
+    page_bytes = found.get("Hugepagesize", 0) * 1024
+    num_needed = -(-num_bytes // page_bytes) if page_bytes else 0
+    num_there = found.get("HugePages_Free", 0) - found.get("HugePages_Rsvd", 0)
+    if not page_bytes or num_there < num_needed:
+        return None, f"small pages: {num_needed} huge ones of {page_bytes} bytes are needed, {num_there} are set aside"
+    return page_bytes, f"{num_needed} huge pages of {page_bytes} bytes"
+
+
+def _create(resources: contextlib.ExitStack, name: str, num_bytes: int, huge_page_bytes: int | None = None) -> int:
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    if huge_page_bytes:
+        flags |= os.MFD_HUGETLB
+        num_bytes = -(-num_bytes // huge_page_bytes) * huge_page_bytes
+    fd = os.memfd_create(name, flags)
     resources.callback(os.close, fd)
     # Other users cannot open it anew to write; only whom it is handed to has it at all.
     os.fchmod(fd, 0o600)

@@ -25,13 +25,15 @@ from oasiskv.core.lease_limits import LeaseConfig
 from oasiskv.core.leases import LeaseTable
 from oasiskv.services.checksums import checksum, checksums
 from oasiskv.services.staging.changes import ChangeLog
-from oasiskv.services.staging.memory import StagingMemory
+from oasiskv.services.staging.fabric import TRANSPORTS
+from oasiskv.services.staging.memory import HUGE_PAGES, StagingMemory
 
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 MAX_KEY_BYTES = 256
 MAX_KEYS = 65536
+LOCALITIES = ("auto", "remote")
 
 
 class Access(Enum):
@@ -58,14 +60,35 @@ class StagingConfig:
     memory_socket: str = ""
     """Path of the unix socket that hands over the memory; empty in strict mode only."""
 
+    transport: str = "auto"
+    """What one-sided transfers go over: rdma, tcp, shm (one host), none, or auto for what this host has."""
+
+    locality: str = "auto"
+    """`remote` to treat peers on this host as those on others: no memory is handed over and none is shared."""
+
+    huge_pages: str = "auto"
+    """`never` for small pages, auto for huge ones where the kernel has enough set aside."""
+
     def __post_init__(self) -> None:
         """Check the fields together.
 
         Raises:
-            ConfigError: Strict mode and the memory socket exclude or require each other.
+            ConfigError: Strict mode and the memory socket exclude or require each other, or a word is unknown.
         """
         if self.is_strict == bool(self.memory_socket):
             raise ConfigError("memory_socket: expected a path, or strict mode without one")
+        for name, words in (("transport", TRANSPORTS), ("locality", LOCALITIES), ("huge_pages", HUGE_PAGES)):
+            if getattr(self, name) not in words:
+                raise ConfigError(f"{name}: expected one of {', '.join(words)}, got {getattr(self, name)!r}")
+        if self.is_strict and self.transport not in ("auto", "none"):
+            raise ConfigError(f"transport: expected none in strict mode, got {self.transport!r}")
+        if self.locality == "remote" and self.transport == "shm":
+            raise ConfigError("transport: expected another than shm, since locality is remote")
+
+    @property
+    def hands_memory_over(self) -> bool:
+        """Whether peers on this host map the pool."""
+        return not self.is_strict and self.locality != "remote"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +107,7 @@ class SealRequest:
 
     block_index: int
     block_key: bytes
-    checksums: Sequence[int]
+    checksums: Sequence[int] | NDArray[np.uint64]
     """By part, as the writer computed them from its own copy."""
 
 
@@ -98,13 +121,16 @@ class PartRange:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Descriptor:
-    """Where a sealed block is and what it must hash to."""
+class Descriptors:
+    """Where sealed blocks are and what they must hash to."""
 
-    block_index: int
-    block_id: int
-    generation: int
-    checksums: list[int]
+    block_indices: Sequence[int]
+    block_ids: NDArray[np.uint64]
+    """`[n]`."""
+    generations: NDArray[np.uint64]
+    """`[n]`."""
+    checksums: NDArray[np.uint64]
+    """`[n, num_parts]`."""
 
 
 class StagingService:
@@ -239,7 +265,7 @@ class StagingService:
         check_keys(block_keys)
         return self.leases.lease(peer_id, block_keys, min_blocks, ttl_s)
 
-    def describe(self, peer_id: str, lease_id: str, block_indices: Sequence[int]) -> list[Descriptor]:
+    def describe(self, peer_id: str, lease_id: str, block_indices: Sequence[int]) -> Descriptors:
         """Return where blocks of a lease are; all of them if none is named.
 
         Raises:
@@ -248,13 +274,14 @@ class StagingService:
             LeaseExpiredError: The peer or the lease is unknown or has ended.
         """
         table = self.leases.readable(peer_id, lease_id)
-        found = []
-        for block_index in block_indices or range(len(table)):
-            block_id = self._sealed_block(table, block_index)
-            generation = int(self.memory.generations[block_id])
-            sums: list[int] = self.memory.checksums[block_id].tolist()
-            found.append(Descriptor(block_index=block_index, block_id=block_id, generation=generation, checksums=sums))
-        return found
+        wanted = list(block_indices) or range(len(table))
+        block_ids = np.array([self._sealed_block(table, block_index) for block_index in wanted], np.uint64)
+        return Descriptors(
+            block_indices=wanted,
+            block_ids=block_ids,
+            generations=self.memory.generations[block_ids],
+            checksums=self.memory.checksums[block_ids],
+        )
 
     def put(self, peer_id: str, lease_id: str, part: Part) -> None:
         """Write one part of a block that is not sealed.
@@ -283,7 +310,7 @@ class StagingService:
 
         Raises:
             CorruptBlockError: A part differs from its checksum; its block cannot be found any more.
-            InvalidRequestError: A range is wrong; nothing is sent.
+            InvalidRequestError: A range is wrong, and nothing is sent; or a block is not sealed: those before it are.
             LeaseExpiredError: The peer or the lease is unknown or has ended.
         """
         num_parts = self.config.fingerprint.num_parts
@@ -291,7 +318,8 @@ class StagingService:
             for wanted in ranges:
                 if not 1 <= wanted.num_parts <= num_parts - wanted.first_part:
                     raise InvalidRequestError(f"num_parts: expected parts among {num_parts}, got {wanted.num_parts}")
-                self._sealed_block(table, wanted.block_index)
+                if not wanted.block_index < len(table):
+                    raise InvalidRequestError(f"block_index: expected less than {len(table)}, got {wanted.block_index}")
             for wanted in ranges:
                 for number in range(wanted.first_part, wanted.first_part + wanted.num_parts):
                     # Again for each part: it may have been found to be corrupt since.

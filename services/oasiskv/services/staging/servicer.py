@@ -1,18 +1,23 @@
 """Translates between the messages of the staging contract and `service`; decides nothing."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
+import numpy as np
 
 from oasiskv.core.errors import ConfigError, InvalidRequestError
 from oasiskv.core.fingerprint import Fingerprint
 from oasiskv.protos.staging.v1 import staging_pb2 as pb
 from oasiskv.protos.staging.v1 import staging_pb2_grpc
+from oasiskv.services.staging.data_plane import DataPlane, until_ended
 from oasiskv.services.staging.service import Access, Part, PartRange, SealRequest, StagingService
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Staging"].full_name
-UNLIMITED = frozenset({f"/{SERVICE_NAME}/Watch"})
+UNLIMITED = frozenset({f"/{SERVICE_NAME}/Watch", f"/{SERVICE_NAME}/Attach"})
+# What a writer that is gone has sent may still be in the network or in this host's buffers.
+LATE_WRITE_S = 1.0
 ACCESS = {
     pb.ACCESS_STREAM: Access.STREAM,
     pb.ACCESS_MAP_READ: Access.MAP_READ,
@@ -21,16 +26,17 @@ ACCESS = {
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
-def add_to_server(service: StagingService, server: grpc.aio.Server) -> None:
+def add_to_server(service: StagingService, data_plane: DataPlane, server: grpc.aio.Server) -> None:
     """Let a server answer for a service."""
-    staging_pb2_grpc.add_StagingServicer_to_server(StagingServicer(service), server)
+    staging_pb2_grpc.add_StagingServicer_to_server(StagingServicer(service, data_plane), server)
 
 
 class StagingServicer(staging_pb2_grpc.StagingServicer):
     """One method per call; `EdgeInterceptor` turns what they raise into status codes."""
 
-    def __init__(self, service: StagingService) -> None:
+    def __init__(self, service: StagingService, data_plane: DataPlane) -> None:
         self._service = service
+        self._data_plane = data_plane
         self._leases = service.leases
 
     async def RegisterPeer(self, request: pb.RegisterPeerRequest, context: Context) -> pb.RegisterPeerResponse:
@@ -44,7 +50,7 @@ class StagingServicer(staging_pb2_grpc.StagingServicer):
             peer_ttl_ms=_ms(config.leases.peer_ttl_s),
             max_lease_ttl_ms=_ms(config.leases.max_ttl_s),
             max_blocks=config.leases.max_blocks_per_peer,
-            memory_socket="" if access is Access.STREAM else config.memory_socket,
+            memory_socket=config.memory_socket if access is not Access.STREAM and config.hands_memory_over else "",
             num_blocks=config.leases.num_blocks,
             block_bytes=config.fingerprint.block_bytes,
             num_parts=config.fingerprint.num_parts,
@@ -62,6 +68,8 @@ class StagingServicer(staging_pb2_grpc.StagingServicer):
             SealRequest(block_index=block.block_index, block_key=block.block_key, checksums=block.checksums)
             for block in request.blocks
         ]
+        if request.HasField("columns"):
+            blocks += self._from_columns(request.columns)
         return pb.SealResponse(block_ids=await self._service.seal(request.peer_id, request.lease_id, blocks))
 
     async def Locate(self, request: pb.LocateRequest, context: Context) -> pb.LocateResponse:
@@ -93,15 +101,24 @@ class StagingServicer(staging_pb2_grpc.StagingServicer):
         self, request: pb.FetchDescriptorsRequest, context: Context
     ) -> pb.FetchDescriptorsResponse:
         found = self._service.describe(request.peer_id, request.lease_id, request.block_indices)
+        if request.in_columns:
+            columns = pb.BlockColumns(
+                block_ids=found.block_ids.astype("<u8").tobytes(),
+                generations=found.generations.astype("<u8").tobytes(),
+                checksums=found.checksums.astype("<u8").tobytes(),
+            )
+            return pb.FetchDescriptorsResponse(columns=columns)
+        rows = zip(
+            found.block_indices,
+            found.block_ids.tolist(),
+            found.generations.tolist(),
+            found.checksums.tolist(),
+            strict=True,
+        )
         return pb.FetchDescriptorsResponse(
             blocks=[
-                pb.BlockDescriptor(
-                    block_index=block.block_index,
-                    block_id=block.block_id,
-                    generation=block.generation,
-                    checksums=block.checksums,
-                )
-                for block in found
+                pb.BlockDescriptor(block_index=index, block_id=block_id, generation=generation, checksums=sums)
+                for index, block_id, generation, sums in rows
             ]
         )
 
@@ -152,7 +169,26 @@ class StagingServicer(staging_pb2_grpc.StagingServicer):
             num_evicted_total=self._service.changes.num_removed - self._service.num_corrupt_blocks,
             num_expired_leases_total=counts.num_expired_total,
             num_corrupt_blocks_total=self._service.num_corrupt_blocks,
+            transport=self._data_plane.transport.name,
+            transport_reason=self._data_plane.transport.reason,
+            num_links=counts.num_links,
+            memory_reason=self._service.memory.reason,
         )
+
+    async def Attach(self, request: pb.AttachRequest, context: Context) -> AsyncIterator[pb.AttachResponse]:
+        offer = await self._data_plane.offer()
+        may_write = self._service.open_link(request.peer_id)
+        try:
+            yield pb.AttachResponse(
+                agent_metadata=offer.metadata,
+                blocks_address=offer.blocks_address,
+                generations_address=offer.generations_address,
+                transport=self._data_plane.transport.name,
+            )
+            await until_ended(offer)
+        finally:
+            loop = asyncio.get_running_loop()
+            loop.call_later(LATE_WRITE_S if may_write else 0.0, self._leases.close_link, request.peer_id)
 
     async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncIterator[pb.WatchResponse]:
         changes = self._service.changes
@@ -169,6 +205,20 @@ class StagingServicer(staging_pb2_grpc.StagingServicer):
                 sequence = change.sequence
             if sequence is not None:
                 await changes.wait(sequence)
+
+    def _from_columns(self, columns: pb.SealedColumns) -> list[SealRequest]:
+        num_parts = self._service.config.fingerprint.num_parts
+        num_blocks = len(columns.block_indices)
+        if len(columns.block_keys) != num_blocks:
+            raise InvalidRequestError(f"block_keys: expected {num_blocks}, got {len(columns.block_keys)}")
+        if len(columns.checksums) != num_blocks * num_parts * 8:
+            expected = num_blocks * num_parts * 8
+            raise InvalidRequestError(f"checksums: expected {expected} bytes, got {len(columns.checksums)}")
+        sums = np.frombuffer(columns.checksums, "<u8").astype(np.uint64).reshape(num_blocks, num_parts)
+        return [
+            SealRequest(block_index=block_index, block_key=block_key, checksums=row)
+            for block_index, block_key, row in zip(columns.block_indices, columns.block_keys, sums, strict=True)
+        ]
 
     def _granted_ms(self, ttl_s: float) -> int:
         return _ms(self._service.config.leases.granted_ttl(ttl_s))

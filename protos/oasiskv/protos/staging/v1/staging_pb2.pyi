@@ -102,14 +102,26 @@ class AllocateResponse(_message.Message):
     def __init__(self, lease_id: _Optional[str] = ..., ttl_ms: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SealRequest(_message.Message):
-    __slots__ = ("peer_id", "lease_id", "blocks")
+    __slots__ = ("peer_id", "lease_id", "blocks", "columns")
     PEER_ID_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    COLUMNS_FIELD_NUMBER: _ClassVar[int]
     peer_id: str
     lease_id: str
     blocks: _containers.RepeatedCompositeFieldContainer[SealedBlock]
-    def __init__(self, peer_id: _Optional[str] = ..., lease_id: _Optional[str] = ..., blocks: _Optional[_Iterable[_Union[SealedBlock, _Mapping]]] = ...) -> None: ...
+    columns: SealedColumns
+    def __init__(self, peer_id: _Optional[str] = ..., lease_id: _Optional[str] = ..., blocks: _Optional[_Iterable[_Union[SealedBlock, _Mapping]]] = ..., columns: _Optional[_Union[SealedColumns, _Mapping]] = ...) -> None: ...
+
+class SealedColumns(_message.Message):
+    __slots__ = ("block_indices", "block_keys", "checksums")
+    BLOCK_INDICES_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_KEYS_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    block_indices: _containers.RepeatedScalarFieldContainer[int]
+    block_keys: _containers.RepeatedScalarFieldContainer[bytes]
+    checksums: bytes
+    def __init__(self, block_indices: _Optional[_Iterable[int]] = ..., block_keys: _Optional[_Iterable[bytes]] = ..., checksums: _Optional[bytes] = ...) -> None: ...
 
 class SealedBlock(_message.Message):
     __slots__ = ("block_index", "block_key", "checksums")
@@ -206,14 +218,16 @@ class ReleaseResponse(_message.Message):
     def __init__(self, num_released: _Optional[int] = ...) -> None: ...
 
 class FetchDescriptorsRequest(_message.Message):
-    __slots__ = ("peer_id", "lease_id", "block_indices")
+    __slots__ = ("peer_id", "lease_id", "block_indices", "in_columns")
     PEER_ID_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     BLOCK_INDICES_FIELD_NUMBER: _ClassVar[int]
+    IN_COLUMNS_FIELD_NUMBER: _ClassVar[int]
     peer_id: str
     lease_id: str
     block_indices: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, peer_id: _Optional[str] = ..., lease_id: _Optional[str] = ..., block_indices: _Optional[_Iterable[int]] = ...) -> None: ...
+    in_columns: bool
+    def __init__(self, peer_id: _Optional[str] = ..., lease_id: _Optional[str] = ..., block_indices: _Optional[_Iterable[int]] = ..., in_columns: _Optional[bool] = ...) -> None: ...
 
 class BlockDescriptor(_message.Message):
     __slots__ = ("block_index", "block_id", "generation", "checksums")
@@ -228,10 +242,22 @@ class BlockDescriptor(_message.Message):
     def __init__(self, block_index: _Optional[int] = ..., block_id: _Optional[int] = ..., generation: _Optional[int] = ..., checksums: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class FetchDescriptorsResponse(_message.Message):
-    __slots__ = ("blocks",)
+    __slots__ = ("blocks", "columns")
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    COLUMNS_FIELD_NUMBER: _ClassVar[int]
     blocks: _containers.RepeatedCompositeFieldContainer[BlockDescriptor]
-    def __init__(self, blocks: _Optional[_Iterable[_Union[BlockDescriptor, _Mapping]]] = ...) -> None: ...
+    columns: BlockColumns
+    def __init__(self, blocks: _Optional[_Iterable[_Union[BlockDescriptor, _Mapping]]] = ..., columns: _Optional[_Union[BlockColumns, _Mapping]] = ...) -> None: ...
+
+class BlockColumns(_message.Message):
+    __slots__ = ("block_ids", "generations", "checksums")
+    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    block_ids: bytes
+    generations: bytes
+    checksums: bytes
+    def __init__(self, block_ids: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., checksums: _Optional[bytes] = ...) -> None: ...
 
 class HandoffRequest(_message.Message):
     __slots__ = ("peer_id", "lease_id", "ttl_ms")
@@ -320,7 +346,7 @@ class StatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatsResponse(_message.Message):
-    __slots__ = ("epoch", "is_draining", "num_blocks", "num_free_blocks", "num_cached_blocks", "num_fenced_blocks", "num_peers", "num_leases", "num_sealed_total", "num_evicted_total", "num_expired_leases_total", "num_corrupt_blocks_total")
+    __slots__ = ("epoch", "is_draining", "num_blocks", "num_free_blocks", "num_cached_blocks", "num_fenced_blocks", "num_peers", "num_leases", "num_sealed_total", "num_evicted_total", "num_expired_leases_total", "num_corrupt_blocks_total", "transport", "transport_reason", "num_links", "memory_reason")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     IS_DRAINING_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -333,6 +359,10 @@ class StatsResponse(_message.Message):
     NUM_EVICTED_TOTAL_FIELD_NUMBER: _ClassVar[int]
     NUM_EXPIRED_LEASES_TOTAL_FIELD_NUMBER: _ClassVar[int]
     NUM_CORRUPT_BLOCKS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_REASON_FIELD_NUMBER: _ClassVar[int]
+    NUM_LINKS_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_REASON_FIELD_NUMBER: _ClassVar[int]
     epoch: str
     is_draining: bool
     num_blocks: int
@@ -345,7 +375,29 @@ class StatsResponse(_message.Message):
     num_evicted_total: int
     num_expired_leases_total: int
     num_corrupt_blocks_total: int
-    def __init__(self, epoch: _Optional[str] = ..., is_draining: _Optional[bool] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_fenced_blocks: _Optional[int] = ..., num_peers: _Optional[int] = ..., num_leases: _Optional[int] = ..., num_sealed_total: _Optional[int] = ..., num_evicted_total: _Optional[int] = ..., num_expired_leases_total: _Optional[int] = ..., num_corrupt_blocks_total: _Optional[int] = ...) -> None: ...
+    transport: str
+    transport_reason: str
+    num_links: int
+    memory_reason: str
+    def __init__(self, epoch: _Optional[str] = ..., is_draining: _Optional[bool] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_fenced_blocks: _Optional[int] = ..., num_peers: _Optional[int] = ..., num_leases: _Optional[int] = ..., num_sealed_total: _Optional[int] = ..., num_evicted_total: _Optional[int] = ..., num_expired_leases_total: _Optional[int] = ..., num_corrupt_blocks_total: _Optional[int] = ..., transport: _Optional[str] = ..., transport_reason: _Optional[str] = ..., num_links: _Optional[int] = ..., memory_reason: _Optional[str] = ...) -> None: ...
+
+class AttachRequest(_message.Message):
+    __slots__ = ("peer_id",)
+    PEER_ID_FIELD_NUMBER: _ClassVar[int]
+    peer_id: str
+    def __init__(self, peer_id: _Optional[str] = ...) -> None: ...
+
+class AttachResponse(_message.Message):
+    __slots__ = ("agent_metadata", "blocks_address", "generations_address", "transport")
+    AGENT_METADATA_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    GENERATIONS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    agent_metadata: bytes
+    blocks_address: int
+    generations_address: int
+    transport: str
+    def __init__(self, agent_metadata: _Optional[bytes] = ..., blocks_address: _Optional[int] = ..., generations_address: _Optional[int] = ..., transport: _Optional[str] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
     __slots__ = ("epoch", "sequence")

@@ -100,6 +100,11 @@ class StagingStub:
                 request_serializer=oasiskv_dot_protos_dot_staging_dot_v1_dot_staging__pb2.StatsRequest.SerializeToString,
                 response_deserializer=oasiskv_dot_protos_dot_staging_dot_v1_dot_staging__pb2.StatsResponse.FromString,
                 _registered_method=True)
+        self.Attach = channel.unary_stream(
+                '/oasiskv.staging.v1.Staging/Attach',
+                request_serializer=oasiskv_dot_protos_dot_staging_dot_v1_dot_staging__pb2.AttachRequest.SerializeToString,
+                response_deserializer=oasiskv_dot_protos_dot_staging_dot_v1_dot_staging__pb2.AttachResponse.FromString,
+                _registered_method=True)
         self.Watch = channel.unary_stream(
                 '/oasiskv.staging.v1.Staging/Watch',
                 request_serializer=oasiskv_dot_protos_dot_staging_dot_v1_dot_staging__pb2.WatchRequest.SerializeToString,
@@ -207,6 +212,15 @@ class StagingServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Attach(self, request, context):
+        """Opens the way for one-sided reads and writes over a network, and keeps it open: one message says how, then the stream
+        lasts for as long as the process uses the memory. Its end, however it comes, says that the process writes no more.
+        UnsupportedError if the peer registered for streams, or the service offers no such way; the message says why.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Watch(self, request, context):
         """Which blocks become findable and cease to be, for an index kept elsewhere. Ends only with the caller or the service.
         """
@@ -281,6 +295,11 @@ def add_StagingServicer_to_server(servicer, server):
                     servicer.Stats,
                     request_deserializer=oasiskv_dot_protos_dot_staging_dot_v1_dot_staging__pb2.StatsRequest.FromString,
                     response_serializer=oasiskv_dot_protos_dot_staging_dot_v1_dot_staging__pb2.StatsResponse.SerializeToString,
+            ),
+            'Attach': grpc.unary_stream_rpc_method_handler(
+                    servicer.Attach,
+                    request_deserializer=oasiskv_dot_protos_dot_staging_dot_v1_dot_staging__pb2.AttachRequest.FromString,
+                    response_serializer=oasiskv_dot_protos_dot_staging_dot_v1_dot_staging__pb2.AttachResponse.SerializeToString,
             ),
             'Watch': grpc.unary_stream_rpc_method_handler(
                     servicer.Watch,
@@ -640,6 +659,33 @@ class Staging:
             '/oasiskv.staging.v1.Staging/Stats',
             oasiskv_dot_protos_dot_staging_dot_v1_dot_staging__pb2.StatsRequest.SerializeToString,
             oasiskv_dot_protos_dot_staging_dot_v1_dot_staging__pb2.StatsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Attach(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/oasiskv.staging.v1.Staging/Attach',
+            oasiskv_dot_protos_dot_staging_dot_v1_dot_staging__pb2.AttachRequest.SerializeToString,
+            oasiskv_dot_protos_dot_staging_dot_v1_dot_staging__pb2.AttachResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,132 @@
+"""The service's memory read and written one-sidedly through NIXL; `session` decides when."""
+
+import math
+import secrets
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from oasiskv.protos.staging.v1 import staging_pb2 as pb
+from oasiskv.services.nixl import NixlAgent, Transfer
+
+CHUNK_BYTES = 32 * 2**20
+"""Of a large read: while one is under way, the one before it is verified."""
+
+# Generations come in pieces of up to this many, unless there are more.
+MIN_GENERATIONS = 1024
+
+
+class OneSidedPool:
+    """The pool of a service, reached through its agent. One thread uses it."""
+
+    def __init__(
+        self, offer: pb.AttachResponse, registered: pb.RegisterPeerResponse, *, may_write: bool = False
+    ) -> None:
+        """Connect; the Attach stream that brought the offer must stay open until `close`.
+
+        Args:
+            offer: The first message of that stream.
+            registered: The peer.
+            may_write: Whether the peer registered to write.
+
+        Raises:
+            PeerUnavailableError: There is no way to the service's agent.
+            UnsupportedError: NIXL does not start in this process.
+        """
+        self.may_write = may_write
+        """Whether `write` is allowed."""
+        self._agent = NixlAgent(f"oasiskv-peer-{secrets.token_hex(8)}")
+        self._remote = self._agent.connect(offer.agent_metadata)
+        self._blocks_address = np.uint64(offer.blocks_address)
+        self._generations_address = np.uint64(offer.generations_address)
+        self._shape = (registered.num_blocks, registered.num_parts, registered.part_bytes)
+        self._generations = np.zeros(0, np.uint64)
+
+    @property
+    def reads_generations(self) -> bool:
+        """Whether `generations` works; otherwise the service is asked for them."""
+        return bool(self._generations_address)
+
+    def register(self, memory: NDArray[np.uint8]) -> None:
+        """Let bytes go to and come from contiguous memory; raises UnsupportedError."""
+        self._agent.register(memory)
+
+    def read(
+        self,
+        block_ids: NDArray[np.uint64],
+        first_part: int,
+        out: NDArray[np.uint8],
+        timeout_s: float,
+        on_chunk: Callable[[slice], None],
+    ) -> None:
+        """Copy parts of blocks from the service; whether they are right is for the caller to find out.
+
+        Args:
+            block_ids: `[n]`.
+            first_part: Of the k parts of each block.
+            out: `[n, k, part_bytes]`, within registered memory.
+            timeout_s: For each chunk.
+            on_chunk: Called with the places of blocks that have arrived, while others are under way.
+
+        Raises:
+            InvalidRequestError: `out` is not registered; nothing is copied.
+            PeerUnavailableError: The service's agent is away; `out` may hold a part.
+            TransferTimeoutError: The service did not answer in time; `out` may be written to until `close`.
+        """
+        chunks = self._chunks(out)
+        transfers: list[Transfer] = []
+        try:
+            for i in range(len(chunks) + 1):
+                if i < len(chunks):
+                    transfers.append(self._start(block_ids[chunks[i]], first_part, out[chunks[i]], is_read=True))
+                if i:
+                    transfers[i - 1].wait(timeout_s)
+                    on_chunk(chunks[i - 1])
+        finally:
+            for transfer in transfers:
+                transfer.cancel()
+
+    def write(self, block_ids: NDArray[np.uint64], first_part: int, data: NDArray[np.uint8], timeout_s: float) -> None:
+        """Copy parts of blocks to the service, `data` as `out` of `read`; raises as it."""
+        for chunk in self._chunks(data):
+            self._start(block_ids[chunk], first_part, data[chunk], is_read=False).wait(timeout_s)
+
+    def generations(self, block_ids: NDArray[np.uint64], timeout_s: float) -> NDArray[np.uint64]:
+        """Return the generations of blocks, `[n]`, as they are now; raises as `read`."""
+        if len(self._generations) < len(block_ids):
+            self._generations = np.zeros(max(MIN_GENERATIONS, 2 * len(block_ids)), np.uint64)
+            self._agent.register(self._generations.view(np.uint8))
+        found = self._generations[: len(block_ids)]
+        offsets = np.arange(len(block_ids), dtype=np.uint64) * np.uint64(8)
+        self._agent.start(
+            self._remote,
+            is_read=True,
+            local=np.uint64(found.ctypes.data) + offsets,
+            remote_addresses=self._generations_address + block_ids * np.uint64(8),
+            num_bytes=8,
+        ).wait(timeout_s)
+        return found
+
+    def close(self) -> None:
+        """End the connection; memory that was registered is written no more."""
+        self._agent.disconnect(self._remote)
+
+    def _chunks(self, pieces: NDArray[np.uint8]) -> list[slice]:
+        step = max(1, CHUNK_BYTES // math.prod(pieces.shape[1:]))
+        return [slice(start, start + step) for start in range(0, len(pieces), step)]
+
+    def _start(
+        self, block_ids: NDArray[np.uint64], first_part: int, pieces: NDArray[np.uint8], *, is_read: bool
+    ) -> Transfer:
+        _, num_parts, part_bytes = self._shape
+        piece_bytes = pieces[0].nbytes
+        places = np.arange(len(pieces), dtype=np.uint64) * np.uint64(piece_bytes)
+        offsets = (block_ids * np.uint64(num_parts) + np.uint64(first_part)) * np.uint64(part_bytes)
+        return self._agent.start(
+            self._remote,
+            is_read=is_read,
+            local=np.uint64(pieces.ctypes.data) + places,
+            remote_addresses=self._blocks_address + offsets,
+            num_bytes=piece_bytes,
+        )

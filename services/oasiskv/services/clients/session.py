@@ -1,0 +1,342 @@
+"""What an engine uses of a staging service: plain calls that return futures, for many blocks at a time."""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from oasiskv.core.errors import InvalidRequestError, OasisError, UnsupportedError
+from oasiskv.core.fingerprint import Fingerprint
+from oasiskv.core.service_config import TlsConfig
+from oasiskv.protos.staging.v1 import staging_pb2 as pb
+from oasiskv.services.clients import background
+from oasiskv.services.clients.moves import BlockStatus, Lease, Mover, Pool
+from oasiskv.services.clients.one_sided import OneSidedPool
+from oasiskv.services.clients.staging import AttachedLink, MappedPool, StagingClient
+
+__all__ = ["BlockStatus", "Lease", "SessionConfig", "StagingSession"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionConfig:
+    """Where a session goes, and as whom."""
+
+    address: str
+    """`host:port` of the service."""
+
+    fingerprint: Fingerprint
+    """What this process's KV is; the service refuses another than its own."""
+
+    name: str
+    """For logs and metrics."""
+
+    may_write: bool
+    """Whether blocks will be written past the service's process; without it `put` goes by stream."""
+
+    locality: str = "auto"
+    """`remote` never to map the memory, though it be on this host."""
+
+    is_strict: bool = False
+    """Whether all bytes go by stream, whatever the service offers."""
+
+    tls: TlsConfig | None = None
+    """This process's certificate; None to speak in the clear."""
+
+    timeout_s: float = 10.0
+    """Of each call, and of each chunk of a transfer."""
+
+    ttl_s: float = 30.0
+    """How long leases outlive this process, in seconds; while it lives they are renewed."""
+
+
+class StagingSession:
+    """One peer of a staging service. Calls come from one thread; threads of the session do what takes time.
+
+    Transfers and seals are carried out one after another in the order of the calls.
+    """
+
+    def __init__(self, config: SessionConfig, *, token: str = "") -> None:
+        """Connect, register, and choose how bytes move.
+
+        Args:
+            config: Where, and as whom.
+            token: `token` of a session of another process, to be the same peer; empty for a new one.
+
+        Raises:
+            OasisError: As RegisterPeer of the contract.
+        """
+        self._config = config
+        self._is_closed = False
+        self._data_thread = ThreadPoolExecutor(1, thread_name_prefix="oasiskv-staging-data")
+        self._buffers: list[NDArray[np.uint8]] = []
+        self._link: AttachedLink | None = None
+        # Of this process alone: a session that joined releases nothing of the others.
+        self._leases: set[str] = set()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._mover: Mover | None = None
+        try:
+            pool, reason = background.wait(self._open(token))
+            self._mover = Mover(self._client, self._registered, background.wait, pool, reason, config.timeout_s)
+            logger.info("staging at %s: bytes move %s, since %s", config.address, self.path, self.path_reason)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def token(self) -> str:
+        """This peer as text, for sessions of other processes; whoever has it may act as this peer."""
+        return self._registered.SerializeToString().hex()
+
+    @property
+    def path(self) -> str:
+        """mapped, one-sided or stream: how bytes move now."""
+        return self._moves.path
+
+    @property
+    def path_reason(self) -> str:
+        """Why that."""
+        return self._moves.reason
+
+    @property
+    def num_retried_blocks(self) -> int:
+        """Blocks that were read again through the stream, since the first read was not right."""
+        return self._moves.num_retried_blocks
+
+    def register(self, buffer: NDArray[np.uint8]) -> None:
+        """Let bytes come from and go to host memory: contiguous, and alive until `close`.
+
+        Raises:
+            InvalidRequestError: It is not contiguous.
+        """
+        if not buffer.flags.c_contiguous:
+            raise InvalidRequestError("buffer: expected contiguous memory")
+        self._buffers.append(buffer)
+        self._data_thread.submit(self._moves.register, buffer).result()
+
+    def allocate(self, num_blocks: int) -> "Future[Lease]":
+        """Take blocks to write to; all bytes are 0. Fails as Allocate of the contract."""
+        return background.submit(self._allocate(num_blocks))
+
+    def join(self, token: str) -> Lease:
+        """Return a lease that another process of this peer took; that one releases it."""
+        lease_id, num_blocks, ids = token.split(".")
+        block_ids = np.frombuffer(bytes.fromhex(ids), "<u8").astype(np.uint64)
+        return self._new_lease(lease_id, int(num_blocks), block_ids if len(block_ids) else None)
+
+    def put(
+        self, lease: Lease, block_indices: Sequence[int] | NDArray[Any], first_part: int, data: NDArray[np.uint8]
+    ) -> "Future[None]":
+        """Write k parts of n blocks of a write lease; their checksums are kept with the lease.
+
+        Args:
+            lease: From `allocate` or `join`.
+            block_indices: `[n]`.
+            first_part: Part that `data[:, 0]` is.
+            data: `[n, k, part_bytes]`, contiguous, within a registered buffer, left alone until the future is done.
+
+        Raises:
+            InvalidRequestError: By the future; a shape or index is wrong, nothing is written.
+        """
+        return self._data_thread.submit(self._moves.put, lease, np.asarray(block_indices, np.intp), first_part, data)
+
+    def seal(
+        self,
+        lease: Lease,
+        block_indices: Sequence[int] | NDArray[Any],
+        block_keys: Sequence[bytes],
+        sums: NDArray[np.uint64] | None = None,
+    ) -> "Future[None]":
+        """Declare blocks final, after the puts before it. Fails as Seal of the contract.
+
+        Args:
+            lease: From `allocate` or `join`.
+            block_indices: `[n]`.
+            block_keys: `[n]`.
+            sums: `[n, num_parts]`; None where this process put all parts of them.
+        """
+        return self._data_thread.submit(
+            self._moves.seal, lease, np.asarray(block_indices, np.intp), list(block_keys), sums
+        )
+
+    def lease(self, block_keys: Sequence[bytes], min_blocks: int = 1) -> "Future[Lease]":
+        """Take a read lease on the longest prefix of keys that is held. Fails as Lease of the contract."""
+        request = pb.LeaseRequest(
+            peer_id=self._peer_id,
+            keys=pb.BlockKeys(block_keys=block_keys),
+            min_blocks=min_blocks,
+            ttl_ms=self._ttl_ms,
+        )
+        return background.submit(self._take(request))
+
+    def accept(self, handle: str, min_blocks: int = 1) -> "Future[Lease]":
+        """Take over a handle as a read lease. Fails as Lease of the contract."""
+        request = pb.LeaseRequest(peer_id=self._peer_id, handle=handle, min_blocks=min_blocks, ttl_ms=self._ttl_ms)
+        return background.submit(self._take(request))
+
+    def hand_off(self, lease: Lease) -> "Future[str]":
+        """Turn a lease, all of whose blocks are sealed, into a handle. Fails as Handoff of the contract."""
+        return background.submit(self._hand_off(lease))
+
+    def fetch(
+        self, lease: Lease, block_indices: Sequence[int] | NDArray[Any], first_part: int, out: NDArray[np.uint8]
+    ) -> "Future[NDArray[np.int8]]":
+        """Read k parts of n blocks, verified; the result is a `BlockStatus` for each block, `[n]`.
+
+        What was not right at the first read is read once more through the stream.
+
+        Args:
+            lease: A lease whose blocks are sealed.
+            block_indices: `[n]`.
+            first_part: Part that goes to `out[:, 0]`.
+            out: `[n, k, part_bytes]`, contiguous, within a registered buffer, left alone until the future is done.
+
+        Raises:
+            InvalidRequestError: By the future; a shape or index is wrong, nothing is written.
+        """
+        return self._data_thread.submit(self._moves.fetch, lease, np.asarray(block_indices, np.intp), first_part, out)
+
+    def release(self, *leases: Lease) -> None:
+        """Give leases back, after the transfers before it. Never fails: what is not released ends by time."""
+        lease_ids = [lease.lease_id for lease in leases]
+        self._data_thread.submit(lambda: background.wait(self._release_now(lease_ids)))
+
+    def close(self) -> None:
+        """End the session after what is under way; its leases end with it."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._data_thread.shutdown()
+        if self._mover is not None:
+            self._mover.close()
+        background.wait(self._close())
+
+    @property
+    def _moves(self) -> Mover:
+        assert self._mover is not None, "a session without one was never given out"
+        return self._mover
+
+    # On the thread of the event loop.
+
+    async def _open(self, token: str) -> "tuple[Pool | None, str]":
+        config = self._config
+        message_bytes = max(4 * 2**20, config.fingerprint.part_bytes + 64 * 2**10)
+        self._client = StagingClient(
+            config.address, tls=config.tls, timeout_s=config.timeout_s, max_message_bytes=message_bytes
+        )
+        self._is_owner = not token
+        reason = ""
+        if token:
+            self._registered = pb.RegisterPeerResponse.FromString(bytes.fromhex(token))
+        else:
+            request = pb.RegisterPeerRequest(
+                fingerprint=pb.Fingerprint(**asdict(config.fingerprint)),
+                name=config.name,
+                access=self._access(),
+            )
+            try:
+                self._registered = await self._client.call(self._client.stub.RegisterPeer, request)
+            except UnsupportedError as error:
+                if not str(error).startswith("access"):
+                    raise
+                request.access = pb.ACCESS_STREAM
+                self._registered = await self._client.call(self._client.stub.RegisterPeer, request)
+                reason = str(error)
+        self._peer_id = self._registered.peer_id
+        self._ttl_ms = min(round(config.ttl_s * 1000), self._registered.max_lease_ttl_ms)
+        if self._is_owner:
+            self._tasks.append(asyncio.create_task(self._renew()))
+        return (None, reason) if reason else await self._choose_path()
+
+    def _access(self) -> pb.Access:
+        if self._config.is_strict:
+            return pb.ACCESS_STREAM
+        return pb.ACCESS_MAP_WRITE if self._config.may_write else pb.ACCESS_MAP_READ
+
+    async def _choose_path(self) -> "tuple[Pool | None, str]":
+        registered = self._registered
+        if self._config.is_strict:
+            return None, "this session is strict"
+        if self._config.locality == "remote":
+            unmapped = "this session is forced to be remote"
+        elif not registered.memory_socket:
+            unmapped = "the service hands no memory over"
+        else:
+            try:
+                pool = await asyncio.to_thread(MappedPool, registered.peer_id, registered)
+                return pool, f"{registered.memory_socket} is on this host"
+            except OasisError as error:
+                unmapped = f"the memory cannot be mapped ({error})"
+        self._link = self._client.attach(registered.peer_id)
+        try:
+            offer = await self._link.offer()
+            open_pool = partial(OneSidedPool, offer, registered, may_write=self._config.may_write)
+            return await asyncio.to_thread(open_pool), f"{unmapped}; over {offer.transport}"
+        except OasisError as error:
+            self._link.close()
+            return None, f"{unmapped}, and one-sided transfers cannot be had ({error})"
+
+    async def _renew(self) -> None:
+        """Keep the peer and all its leases."""
+        request = pb.RenewRequest(peer_id=self._peer_id, ttl_ms=self._ttl_ms)
+        while True:
+            await asyncio.sleep(self._ttl_ms / 3000)
+            try:
+                await self._client.call(self._client.stub.Renew, request)
+            except OasisError as error:
+                logger.warning("staging at %s: leases are not renewed: %s", self._config.address, error)
+
+    async def _allocate(self, num_blocks: int) -> Lease:
+        request = pb.AllocateRequest(peer_id=self._peer_id, num_blocks=num_blocks, ttl_ms=self._ttl_ms)
+        response: pb.AllocateResponse = await self._client.call(self._client.stub.Allocate, request)
+        self._leases.add(response.lease_id)
+        return self._new_lease(response.lease_id, num_blocks, np.array(response.block_ids, np.uint64))
+
+    async def _take(self, request: pb.LeaseRequest) -> Lease:
+        response: pb.LeaseResponse = await self._client.call(self._client.stub.Lease, request)
+        self._leases.add(response.lease_id)
+        return self._new_lease(response.lease_id, response.num_blocks, None)
+
+    async def _hand_off(self, lease: Lease) -> str:
+        request = pb.HandoffRequest(peer_id=self._peer_id, lease_id=lease.lease_id, ttl_ms=self._ttl_ms)
+        response: pb.HandoffResponse = await self._client.call(self._client.stub.Handoff, request)
+        self._leases.discard(lease.lease_id)
+        return response.handle
+
+    async def _close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        if self._leases:
+            await self._release_now(list(self._leases))
+        if self._link is not None:
+            self._link.close()
+        if hasattr(self, "_client"):
+            await self._client.channel.close()
+
+    async def _release_now(self, lease_ids: list[str]) -> None:
+        self._leases.difference_update(lease_ids)
+        request = pb.ReleaseRequest(peer_id=self._peer_id, lease_ids=lease_ids)
+        try:
+            await self._client.call(self._client.stub.Release, request, may_repeat=True)
+        except OasisError as error:
+            logger.warning("staging at %s: leases end by time: %s", self._config.address, error)
+
+    def _new_lease(self, lease_id: str, num_blocks: int, block_ids: NDArray[np.uint64] | None) -> Lease:
+        sums = None if block_ids is None else np.zeros((num_blocks, self._registered.num_parts), np.uint64)
+        return Lease(lease_id=lease_id, num_blocks=num_blocks, block_ids=block_ids, sums=sums)

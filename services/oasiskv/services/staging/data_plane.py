@@ -1,0 +1,138 @@
+"""Starts the process that serves one-sided transfers, and starts it again when it has died and a peer asks for it."""
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+from oasiskv.core.errors import PeerUnavailableError, UnsupportedError
+from oasiskv.services.staging.fabric import Transport
+from oasiskv.services.staging.memory import StagingMemory
+
+logger = logging.getLogger(__name__)
+START_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """How a peer's agent reaches the pool."""
+
+    metadata: bytes
+    blocks_address: int
+    generations_address: int
+    """0 where generations cannot be read one-sidedly."""
+
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the process that stands behind the offer has ended."""
+
+
+class DataPlane:
+    """At most one agent process; where it cannot be had, peers are told why and use streams."""
+
+    def __init__(self, transport: Transport, memory: StagingMemory, *, is_remote: bool = False) -> None:
+        """Prepare.
+
+        Args:
+            transport: What to use.
+            memory: What to offer.
+            is_remote: Whether peers on this host shall be reached as those on others are.
+        """
+        self.transport = transport
+        """What is used, and why; `none` from the moment that the agent could not be started."""
+        # A peer on this host that cannot map the memory, from another container say, still shares it through UCX.
+        self._tls = transport.ucx_tls if is_remote else f"{transport.ucx_tls},shm,self"
+        self._memory = memory
+        self._offer: Offer | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self._starting = asyncio.Lock()
+
+    async def start(self) -> None:
+        """Start the agent if a transport is chosen; without one the service goes on, by streams."""
+        if self.transport.name != "none":
+            with contextlib.suppress(UnsupportedError):
+                await self.offer()
+        logger.info("one-sided transfers: %s, since %s", self.transport.name, self.transport.reason)
+
+    async def offer(self) -> Offer:
+        """Return how to reach the agent, which is started if there is none.
+
+        Raises:
+            UnsupportedError: There is no way for one-sided transfers; the message says why.
+        """
+        async with self._starting:
+            if self.transport.name == "none":
+                raise UnsupportedError(f"transport: expected one for one-sided transfers: {self.transport.reason}")
+            if self._offer is None:
+                try:
+                    self._offer = await self._launch()
+                except UnsupportedError as error:
+                    self.transport = Transport(name="none", reason=f"{self.transport.name} cannot be used: {error}")
+                    raise
+            return self._offer
+
+    async def stop(self) -> None:
+        """End the agent."""
+        if self._watch is not None and self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+            await self._watch
+
+    async def _launch(self) -> Offer:
+        fds = (self._memory.blocks_fd, self._memory.generations_fd)
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "oasiskv.services.staging.agent",
+            f"--blocks-fd={fds[0]}",
+            f"--generations-fd={fds[1]}",
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            pass_fds=fds,
+            env={**os.environ, "UCX_TLS": self._tls},
+            limit=2**20,
+        )
+        assert process.stdout is not None
+        answer: dict[str, Any]
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                line = await process.stdout.readline()
+            answer = json.loads(line) if line else {"error": "the agent ended without a word; its log says more"}
+        except TimeoutError:
+            answer = {"error": f"the agent did not start within {START_TIMEOUT_S:.0f} s"}
+        except BaseException:
+            process.kill()
+            raise
+        if "error" in answer:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+            raise UnsupportedError(str(answer["error"]))
+        offer = Offer(
+            metadata=bytes.fromhex(answer["metadata"]),
+            blocks_address=answer["blocks_address"],
+            generations_address=answer["generations_address"],
+        )
+        self._process = process
+        self._watch = asyncio.create_task(self._wait(process, offer))
+        return offer
+
+    async def _wait(self, process: asyncio.subprocess.Process, offer: Offer) -> None:
+        code = await process.wait()
+        logger.info("the agent of one-sided transfers ended with %d", code)
+        self._offer = None
+        offer.ended.set()
+
+
+async def until_ended(offer: Offer) -> None:
+    """Return never; raise when the agent ends.
+
+    Raises:
+        PeerUnavailableError: It has ended.
+    """
+    await offer.ended.wait()
+    raise PeerUnavailableError("the agent of one-sided transfers ended; transfers may have been carried out in part")

@@ -1,0 +1,444 @@
+"""Sessions of engines with the staging service: every way that bytes move, and what happens when a side is killed."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from oasiskv.core.errors import (
+    BlockNotFoundError,
+    CorruptBlockError,
+    InvalidRequestError,
+    LeaseExpiredError,
+    OasisError,
+    PeerUnavailableError,
+)
+from oasiskv.core.fingerprint import Fingerprint
+from oasiskv.protos.staging.v1 import staging_pb2 as pb
+from oasiskv.protos.staging.v1 import staging_pb2_grpc
+from oasiskv.services import nixl
+from oasiskv.services.clients.session import BlockStatus, Lease, SessionConfig, StagingSession
+from oasiskv.services.staging.process import StagingProcess
+
+# A pool of 32 MiB: a transfer of all of it takes long enough to be interrupted.
+SHAPE = Fingerprint(model_hash="m", dtype="float16", block_size=16, num_layers=4, num_kv_heads=8, head_dim=128)
+NUM_BLOCKS = 128
+WAYS: dict[str, dict[str, Any]] = {"mapped": {}, "one-sided": {"locality": "remote"}, "stream": {"is_strict": True}}
+
+# Puts, or fetches, all blocks again and again until it is killed.
+BUSY_PEER = """
+import json, sys, numpy as np
+from oasiskv.core.fingerprint import Fingerprint
+from oasiskv.services.clients.session import SessionConfig, StagingSession
+
+job, address, shape, num_blocks = sys.argv[1], sys.argv[2], json.loads(sys.argv[3]), int(sys.argv[4])
+shape = Fingerprint(**shape)
+config = SessionConfig(
+    address=address, fingerprint=shape, name=job, may_write=job == "put", locality="remote", ttl_s=1.0
+)
+session = StagingSession(config)
+assert session.path == "one-sided", session.path_reason
+buffer = np.full((num_blocks, shape.num_parts, shape.part_bytes), 7, np.uint8)
+session.register(buffer)
+if job == "put":
+    lease = session.allocate(num_blocks).result()
+else:
+    lease = session.lease([b"k%d" % i for i in range(num_blocks)]).result()
+for number in range(10**6):
+    work = getattr(session, job)(lease, range(num_blocks), 0, buffer)
+    if number == 1:
+        print("busy", flush=True)
+    work.result()
+"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StagingProcess]:
+    folder = tmp_path_factory.mktemp("staging")
+    with StagingProcess(folder, SHAPE, NUM_BLOCKS, staging={"transport": "tcp"}) as server:
+        yield server
+        assert stats(server).num_leases == 0, "every exit of every test gave its leases back"
+        assert server.stop() == 0
+
+
+def stats(server: StagingProcess) -> pb.StatsResponse:
+    # Not a session: that would count itself.
+    import grpc
+
+    with grpc.insecure_channel(server.address) as channel:
+        answer: pb.StatsResponse = staging_pb2_grpc.StagingStub(channel).Stats(pb.StatsRequest(), timeout=10)
+    return answer
+
+
+def session(server: StagingProcess, way: str, *, may_write: bool = False, ttl_s: float = 30.0) -> StagingSession:
+    config = SessionConfig(
+        address=server.address, fingerprint=SHAPE, name="test", may_write=may_write, ttl_s=ttl_s, **WAYS[way]
+    )
+    made = StagingSession(config)
+    assert made.path == way, made.path_reason
+    return made
+
+
+def random_blocks(seed: int, num_blocks: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (num_blocks, SHAPE.num_parts, SHAPE.part_bytes), np.uint8)
+
+
+def keys(name: str, num_blocks: int) -> list[bytes]:
+    return [b"%s%d" % (name.encode(), i) for i in range(num_blocks)]
+
+
+def stage(writer: StagingSession, name: str, data: np.ndarray) -> Lease:
+    writer.register(data)
+    lease = writer.allocate(len(data)).result()
+    writer.put(lease, range(len(data)), 0, data).result()
+    writer.seal(lease, range(len(data)), keys(name, len(data))).result()
+    return lease
+
+
+def fetch(reader: StagingSession, lease: Lease, num_blocks: int) -> tuple[list[int], np.ndarray]:
+    out = np.zeros((num_blocks, SHAPE.num_parts, SHAPE.part_bytes), np.uint8)
+    reader.register(out)
+    return reader.fetch(lease, range(num_blocks), 0, out).result().tolist(), out
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def busy_peer(server: StagingProcess, job: str) -> Iterator["subprocess.Popen[str]"]:
+    import json
+
+    arguments = [job, server.address, json.dumps(asdict(SHAPE)), str(NUM_BLOCKS)]
+    with subprocess.Popen([sys.executable, "-c", BUSY_PEER, *arguments], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "busy\n"
+        yield process
+        process.kill()
+
+
+@pytest.mark.parametrize("writing", WAYS)
+def test_what_goes_in_by_one_way_comes_out_the_same_by_every_way(server: StagingProcess, writing: str) -> None:
+    data = random_blocks(1, 24)
+    with session(server, writing, may_write=True) as writer:
+        stage(writer, f"w-{writing}", data)
+        for reading in WAYS:
+            with session(server, reading) as reader:
+                lease = reader.lease([*keys(f"w-{writing}", 24), b"absent"]).result()
+                assert lease.num_blocks == 24
+                statuses, out = fetch(reader, lease, 24)
+                assert statuses == [BlockStatus.OK] * 24
+                np.testing.assert_array_equal(out, data)
+                assert reader.num_retried_blocks == 0
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_layers_and_heads_of_some_blocks_come_in_one_batch(server: StagingProcess, way: str) -> None:
+    data = random_blocks(2, 32)
+    with session(server, way, may_write=True) as peer:
+        lease = peer.allocate(32).result()
+        for layer in range(SHAPE.num_layers):  # as prefill computes them
+            piece = np.ascontiguousarray(data[:, layer : layer + 1])
+            peer.register(piece)
+            peer.put(lease, range(32), layer, piece).result()
+        peer.seal(lease, range(32), keys(f"l-{way}", 32)).result()
+        wanted = np.random.default_rng(3).permutation(32)[:11]
+        out = np.zeros((11, 2, SHAPE.part_bytes), np.uint8)
+        peer.register(out)
+        assert not peer.fetch(lease, wanted, 1, out).result().any()
+        np.testing.assert_array_equal(out, data[wanted, 1:3])
+        head = out.reshape(11, 2, SHAPE.num_kv_heads, -1)[:, :, 5]
+        np.testing.assert_array_equal(head, data[wanted, 1:3].reshape(11, 2, SHAPE.num_kv_heads, -1)[:, :, 5])
+
+
+def test_a_service_that_is_forced_to_be_remote_hands_no_memory_over(tmp_path: Path) -> None:
+    data = random_blocks(4, 8)
+    with StagingProcess(tmp_path, SHAPE, NUM_BLOCKS, staging={"locality": "remote", "transport": "tcp"}) as server:
+        config = SessionConfig(address=server.address, fingerprint=SHAPE, name="test", may_write=True)
+        with StagingSession(config) as peer:
+            assert peer.path == "one-sided"
+            assert peer.path_reason == "the service hands no memory over; over tcp"
+            statuses, out = fetch(peer, stage(peer, "r", data), 8)
+            assert not any(statuses)
+            np.testing.assert_array_equal(out, data)
+            found = stats(server)
+            assert (found.transport, found.transport_reason) == ("tcp", "the configuration says tcp")
+            assert found.num_links == 1
+            assert "small pages: " in found.memory_reason or "huge pages of" in found.memory_reason
+        until(lambda: stats(server).num_links == 0)
+        assert not (tmp_path / "memory.sock").exists()
+
+
+def test_a_service_without_nixl_says_why_and_serves_by_stream(tmp_path: Path) -> None:
+    for name in ("nixl_cu12", "nixl_cu13"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise ImportError('hidden by a test')")
+    env = {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    with StagingProcess(tmp_path, SHAPE, NUM_BLOCKS, staging={"locality": "remote"}, env=env) as server:
+        assert stats(server).transport == "none"
+        assert "hidden by a test" in stats(server).transport_reason
+        assert "hidden by a test" in server.log.read_text()
+        config = SessionConfig(address=server.address, fingerprint=SHAPE, name="test", may_write=True)
+        with StagingSession(config) as peer:
+            assert peer.path == "stream"
+            assert "hidden by a test" in peer.path_reason
+            data = random_blocks(5, 4)
+            statuses, out = fetch(peer, stage(peer, "n", data), 4)
+            assert not any(statuses)
+            np.testing.assert_array_equal(out, data)
+
+
+def test_a_session_without_nixl_says_why_and_uses_streams(
+    server: StagingProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nixl, "MODULES", ("absent_module",))
+    nixl.load.cache_clear()
+    try:
+        config = SessionConfig(address=server.address, fingerprint=SHAPE, name="t", may_write=False, locality="remote")
+        with StagingSession(config) as peer:
+            assert peer.path == "stream"
+            assert "absent_module" in peer.path_reason
+    finally:
+        nixl.load.cache_clear()
+
+
+def test_a_peer_for_streams_cannot_attach(server: StagingProcess) -> None:
+    import grpc
+
+    with session(server, "stream") as peer, grpc.insecure_channel(server.address) as channel:
+        peer_id = pb.RegisterPeerResponse.FromString(bytes.fromhex(peer.token)).peer_id
+        for who, name in ((peer_id, "UnsupportedError"), ("unknown", "LeaseExpiredError")):
+            call = staging_pb2_grpc.StagingStub(channel).Attach(pb.AttachRequest(peer_id=who), timeout=10)
+            with pytest.raises(grpc.RpcError):
+                next(iter(call))
+            assert ("oasiskv-error", name) in list(call.trailing_metadata())
+    until(lambda: stats(server).num_links == 0)
+
+
+def test_a_reader_that_is_killed_in_the_middle_leaves_nothing_held(server: StagingProcess) -> None:
+    with session(server, "mapped", may_write=True) as writer:
+        writer.release(stage(writer, "k", random_blocks(6, NUM_BLOCKS)))
+        with busy_peer(server, "fetch") as reader:
+            with pytest.raises(OasisError, match="num_blocks"):
+                writer.allocate(1).result()
+            reader.send_signal(signal.SIGKILL)
+            reader.wait()
+        until(lambda: stats(server).num_links == 1)  # the writer's own
+        until(lambda: stats(server).num_leases == 0)
+        writer.release(writer.allocate(NUM_BLOCKS).result())
+
+
+def test_a_writer_that_is_killed_in_the_middle_leaves_no_block_and_no_byte(server: StagingProcess) -> None:
+    with session(server, "mapped", may_write=True) as watcher:
+        with busy_peer(server, "put") as writer:
+            writer.send_signal(signal.SIGKILL)
+            writer.wait()
+        until(lambda: stats(server).num_leases == 0 and stats(server).num_fenced_blocks == 0)
+        zeros = np.zeros((NUM_BLOCKS, SHAPE.num_parts, SHAPE.part_bytes), np.uint8)
+        lease = watcher.allocate(NUM_BLOCKS).result()
+        from oasiskv.services.checksums import checksums
+
+        # Sealing verifies the bytes against those of an empty pool.
+        watcher.seal(lease, range(NUM_BLOCKS), keys("z", NUM_BLOCKS), checksums(zeros)).result()
+
+
+def test_a_remote_writer_that_lives_keeps_its_blocks_from_others_when_its_lease_ends(server: StagingProcess) -> None:
+    with session(server, "mapped", may_write=True) as watcher:
+        with busy_peer(server, "put") as writer:
+            writer.send_signal(signal.SIGSTOP)  # it renews nothing, but its bytes may be under way
+            until(lambda: stats(server).num_fenced_blocks == NUM_BLOCKS)
+            with pytest.raises(OasisError, match="num_blocks"):
+                watcher.allocate(1).result()
+            writer.kill()
+        until(lambda: stats(server).num_fenced_blocks == 0)
+        watcher.release(watcher.allocate(NUM_BLOCKS).result())
+
+
+def test_a_service_that_is_killed_in_the_middle_is_told_for_each_block(tmp_path: Path) -> None:
+    with StagingProcess(tmp_path, SHAPE, NUM_BLOCKS, staging={"locality": "remote", "transport": "tcp"}) as server:
+        config = SessionConfig(address=server.address, fingerprint=SHAPE, name="t", may_write=True, timeout_s=5.0)
+        with StagingSession(config) as peer:
+            data = random_blocks(7, NUM_BLOCKS)
+            lease = stage(peer, "s", data)
+            out = np.zeros_like(data)
+            peer.register(out)
+            reading = peer.fetch(lease, range(NUM_BLOCKS), 0, out)
+            server.stop(signal.SIGKILL)
+            statuses = reading.result()
+            right = statuses == BlockStatus.OK
+            assert set(statuses.tolist()) <= {BlockStatus.OK, BlockStatus.UNAVAILABLE}
+            np.testing.assert_array_equal(out[right], data[right])
+            again = peer.fetch(lease, range(NUM_BLOCKS), 0, out).result()
+            assert again.tolist() == [BlockStatus.UNAVAILABLE] * NUM_BLOCKS
+            with pytest.raises(PeerUnavailableError):
+                peer.put(lease, [0], 0, out[:1]).result()
+            assert peer.path == "stream"
+
+
+def test_when_the_agent_is_killed_streams_take_over_and_a_new_session_gets_a_new_agent(tmp_path: Path) -> None:
+    with StagingProcess(tmp_path, SHAPE, NUM_BLOCKS, staging={"locality": "remote", "transport": "tcp"}) as server:
+        config = SessionConfig(address=server.address, fingerprint=SHAPE, name="t", may_write=True, timeout_s=5.0)
+        with StagingSession(config) as peer:
+            data = random_blocks(8, NUM_BLOCKS)
+            lease = stage(peer, "a", data)
+            out = np.zeros_like(data)
+            peer.register(out)
+            reading = peer.fetch(lease, range(NUM_BLOCKS), 0, out)
+            os.kill(server.agent_pid(), signal.SIGKILL)
+            assert not reading.result().any()
+            np.testing.assert_array_equal(out, data)
+            out[:] = 0
+            assert not peer.fetch(lease, range(NUM_BLOCKS), 0, out).result().any()
+            np.testing.assert_array_equal(out, data)
+            assert peer.path == "stream"
+            assert peer.path_reason.startswith("one-sided failed: nixl")
+            with StagingSession(config) as later:
+                assert later.path == "one-sided"
+                statuses, again = fetch(later, later.lease(keys("a", 4)).result(), 4)
+                assert not any(statuses)
+                np.testing.assert_array_equal(again, data[:4])
+
+
+@pytest.mark.parametrize("way", ["mapped", "one-sided"])
+def test_a_block_whose_bytes_were_changed_is_corrupt_and_the_others_are_right(server: StagingProcess, way: str) -> None:
+    data = random_blocks(9, 5)
+    with session(server, "mapped", may_write=True) as vandal, session(server, way) as reader:
+        before = stats(server).num_corrupt_blocks_total
+        lease = stage(vandal, f"c-{way}", data)
+        assert lease.block_ids is not None
+        vandal._moves._pool.parts[lease.block_ids[3], 1, 100] ^= 1  # type: ignore[union-attr]
+        statuses, out = fetch(reader, reader.lease(keys(f"c-{way}", 5)).result(), 5)
+        assert statuses == [0, 0, 0, BlockStatus.CORRUPT, 0]
+        np.testing.assert_array_equal(out[[0, 1, 2, 4]], data[[0, 1, 2, 4]])
+        assert reader.num_retried_blocks == 1
+        assert stats(server).num_corrupt_blocks_total == before + 1
+        assert reader.lease(keys(f"c-{way}", 5)).result().num_blocks == 3, "nobody is sent to it again"
+
+
+def test_what_was_not_written_whole_is_not_sealed(server: StagingProcess) -> None:
+    data = random_blocks(10, 2)
+    with session(server, "one-sided", may_write=True) as writer:
+        writer.register(data)
+        lease = writer.allocate(2).result()
+        writer.put(lease, [0, 1], 0, data).result()
+        assert lease.sums is not None
+        lease.sums[1, 2] += np.uint64(1)
+        with pytest.raises(CorruptBlockError, match="part 2 of block 1"):
+            writer.seal(lease, [0, 1], keys("x", 2)).result()
+        with pytest.raises(BlockNotFoundError):
+            writer.lease(keys("x", 1)).result()
+
+
+@pytest.mark.parametrize("way", ["mapped", "one-sided"])
+def test_blocks_that_change_under_the_reader_are_lost_and_never_wrong(server: StagingProcess, way: str) -> None:
+    with session(server, "mapped", may_write=True) as writer, session(server, way) as reader:
+        old = random_blocks(11, NUM_BLOCKS)
+        writer.release(stage(writer, f"t-{way}", old))
+        lease = reader.lease(keys(f"t-{way}", NUM_BLOCKS)).result()
+        statuses, _ = fetch(reader, lease, NUM_BLOCKS)
+        assert not any(statuses)
+        # The reader goes on with descriptors of a lease that it has no more, while the blocks get new content.
+        out = np.zeros_like(old)
+        reader.register(out)
+        reader.release(lease)
+        until(lambda: stats(server).num_leases == 0)
+        reading = [reader.fetch(lease, range(NUM_BLOCKS), 0, out[:])]
+        new = stage(writer, f"u-{way}", random_blocks(12, NUM_BLOCKS))
+        first = reading[0].result()
+        right = first == BlockStatus.OK
+        assert set(first.tolist()) <= {BlockStatus.OK, BlockStatus.LOST}
+        np.testing.assert_array_equal(out[right], old[right])
+        assert reader.fetch(lease, range(NUM_BLOCKS), 0, out).result().tolist() == [BlockStatus.LOST] * NUM_BLOCKS
+        writer.release(new)
+
+
+def test_a_reader_that_cannot_read_generations_asks_for_them(server: StagingProcess) -> None:
+    data = random_blocks(13, 6)
+    with session(server, "one-sided", may_write=True) as peer:
+        peer._moves._pool._generations_address = np.uint64(0)  # type: ignore[union-attr]
+        lease = stage(peer, "g", data)
+        statuses, out = fetch(peer, lease, 6)
+        assert not any(statuses)
+        np.testing.assert_array_equal(out, data)
+        assert lease.columns is not None
+        lease.columns.generations[2] += np.uint64(2)
+        assert fetch(peer, lease, 6)[0] == [0] * 6
+        assert peer.num_retried_blocks == 1
+
+
+def test_ranks_of_one_peer_fill_one_lease_together(server: StagingProcess) -> None:
+    data = random_blocks(14, 3)
+    halves = [np.ascontiguousarray(data[:, :2]), np.ascontiguousarray(data[:, 2:])]
+    with session(server, "one-sided", may_write=True) as first:
+        config = SessionConfig(
+            address=server.address, fingerprint=SHAPE, name="rank 1", may_write=True, locality="remote"
+        )
+        with StagingSession(config, token=first.token) as second:
+            lease = first.allocate(3).result()
+            joined = second.join(lease.token)
+            for rank, (peer, its) in enumerate(((first, lease), (second, joined))):
+                peer.register(halves[rank])
+                peer.put(its, range(3), 2 * rank, halves[rank]).result()
+            assert lease.sums is not None
+            assert joined.sums is not None
+            first.seal(lease, range(3), keys("j", 3), lease.sums + joined.sums).result()
+        statuses, out = fetch(first, lease, 3)
+        assert not any(statuses)
+        np.testing.assert_array_equal(out, data)
+
+
+def test_a_handle_passes_a_prompt_on_and_its_first_lease_ends(server: StagingProcess) -> None:
+    data = random_blocks(15, 3)
+    with session(server, "one-sided", may_write=True) as prefill, session(server, "mapped") as decode:
+        lease = stage(prefill, "h", data)
+        handle = prefill.hand_off(lease).result()
+        with pytest.raises(LeaseExpiredError):
+            prefill.hand_off(lease).result()
+        statuses, out = fetch(decode, decode.accept(handle).result(), 3)
+        assert not any(statuses)
+        np.testing.assert_array_equal(out, data)
+
+
+def test_leases_are_renewed_while_the_session_lives(server: StagingProcess) -> None:
+    data = random_blocks(16, 2)
+    with session(server, "mapped", may_write=True, ttl_s=0.4) as peer:
+        lease = stage(peer, "o", data)
+        until_s = time.monotonic() + 1.0
+        while time.monotonic() < until_s:
+            assert fetch(peer, lease, 2)[0] == [0, 0]
+            time.sleep(0.1)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_call_with_a_wrong_shape_is_refused_by_name_and_writes_nothing(server: StagingProcess, way: str) -> None:
+    with session(server, way, may_write=True) as peer:
+        lease = stage(peer, f"e-{way}", random_blocks(17, 2))
+        out = np.zeros((2, 1, SHAPE.part_bytes), np.uint8)
+        peer.register(out)
+        for indices, first_part, where, name in (
+            ([0, 2], 0, out, "block_indices"),
+            ([0, -1], 0, out, "block_indices"),
+            ([0], 0, out, "block_indices"),
+            ([0, 1], SHAPE.num_parts, out, "first_part"),
+            ([0, 1], 0, out[:, :, :-1], "data"),
+        ):
+            with pytest.raises(InvalidRequestError, match=rf"^{name}"):
+                peer.fetch(lease, indices, first_part, where).result()
+        if way == "one-sided":
+            with pytest.raises(InvalidRequestError, match=r"^buffer"):
+                peer.fetch(lease, [0, 1], 0, np.zeros_like(out)).result()
+        assert not out.any()
+        with pytest.raises(InvalidRequestError, match=r"^buffer"):
+            peer.register(out[:, :, ::2])
