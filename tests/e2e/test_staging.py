@@ -5,7 +5,7 @@ import contextlib
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -23,36 +23,19 @@ from oasiskv.core.errors import (
     UnsupportedError,
 )
 from oasiskv.protos.staging.v1 import staging_pb2 as pb
-from oasiskv.services.checksums import checksums
 from oasiskv.services.clients.staging import MappedPool, StagingClient
-
-NUM_BLOCKS, NUM_PARTS, PART_BYTES = 16, 3, 256
-FINGERPRINT = pb.Fingerprint(
-    model_hash="m",
-    dtype="float16",
-    block_size=4,
-    num_layers=3,
-    num_kv_heads=2,
-    head_dim=8,
-    tp_size=1,
-    layout="RLHTKV",
-    kv_revision=1,
+from oasiskv.services.testing import (
+    FINGERPRINT,
+    NUM_BLOCKS,
+    NUM_PARTS,
+    PART_BYTES,
+    Server,
+    peer,
+    random_blocks,
+    running,
+    until,
 )
-CONFIG = f"""
-[staging]
-pool_bytes = {NUM_BLOCKS * NUM_PARTS * PART_BYTES}
-drain_s = 20.0
-%s
-[fingerprint]
-model_hash = "m"
-dtype = "float16"
-block_size = 4
-num_layers = 3
-num_kv_heads = 2
-head_dim = 8
-[server]
-address = "127.0.0.1:0"
-"""
+
 DYING_WRITER = """
 import asyncio, sys, time
 from oasiskv.protos.staging.v1 import staging_pb2 as pb
@@ -74,37 +57,6 @@ asyncio.run(main(sys.argv[1]))
 """
 
 
-class Server:
-    """A staging process."""
-
-    def __init__(self, folder: Path, setting: str) -> None:
-        path = folder / "staging.toml"
-        path.write_text(CONFIG % setting)
-        command = [sys.executable, "-m", "oasiskv.services.staging", "--config", str(path)]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert "listens on port" in line
-        self.address = f"127.0.0.1:{line.split()[-1]}"
-
-    def end(self, number: int) -> int:
-        self.process.send_signal(number)
-        code = self.process.wait(timeout=30)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-        return code
-
-
-@contextlib.contextmanager
-def running(folder: Path, setting: str) -> Iterator[Server]:
-    server = Server(folder, setting)
-    try:
-        yield server
-    finally:
-        if server.process.poll() is None:
-            server.end(signal.SIGKILL)
-
-
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("staging")
@@ -112,92 +64,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
         assert server.end(signal.SIGTERM) == 0, "it drained, and every lease had ended"
         assert not (folder / "memory.sock").exists()
-
-
-class Peer:
-    """A registered client with what the tests say often."""
-
-    def __init__(self, client: StagingClient, registered: pb.RegisterPeerResponse) -> None:
-        self.client = client
-        self.registered = registered
-        self.peer_id = registered.peer_id
-        self.leases: list[str] = []
-
-    async def allocate(self, num_blocks: int, ttl_ms: int = 30_000) -> pb.AllocateResponse:
-        request = pb.AllocateRequest(peer_id=self.peer_id, num_blocks=num_blocks, ttl_ms=ttl_ms)
-        lease: pb.AllocateResponse = await self.client.call(self.client.stub.Allocate, request)
-        self.leases.append(lease.lease_id)
-        return lease
-
-    async def seal(self, lease_id: str, content: "dict[bytes, np.ndarray]") -> pb.SealResponse:
-        blocks = [
-            pb.SealedBlock(block_index=index, block_key=key, checksums=checksums(data).tolist())
-            for index, (key, data) in enumerate(content.items())
-        ]
-        request = pb.SealRequest(peer_id=self.peer_id, lease_id=lease_id, blocks=blocks)
-        sealed: pb.SealResponse = await self.client.call(self.client.stub.Seal, request)
-        return sealed
-
-    async def stage(self, content: "dict[bytes, np.ndarray]") -> str:
-        """Put and seal; the data are `[NUM_PARTS, PART_BYTES]`."""
-        lease = await self.allocate(len(content))
-        parts = [
-            (index, part, data[part].tobytes())
-            for index, data in enumerate(content.values())
-            for part in range(NUM_PARTS)
-        ]
-        assert await self.client.put(self.peer_id, lease.lease_id, parts) == len(parts)
-        await self.seal(lease.lease_id, content)
-        return lease.lease_id
-
-    async def lease(self, *keys: bytes, min_blocks: int = 0, ttl_ms: int = 30_000) -> pb.LeaseResponse:
-        request = pb.LeaseRequest(
-            peer_id=self.peer_id, keys=pb.BlockKeys(block_keys=keys), min_blocks=min_blocks, ttl_ms=ttl_ms
-        )
-        lease: pb.LeaseResponse = await self.client.call(self.client.stub.Lease, request)
-        self.leases.append(lease.lease_id)
-        return lease
-
-    async def release(self, *lease_ids: str) -> int:
-        request = pb.ReleaseRequest(peer_id=self.peer_id, lease_ids=lease_ids or self.leases)
-        released: pb.ReleaseResponse = await self.client.call(self.client.stub.Release, request)
-        return released.num_released
-
-    async def describe(self, lease_id: str) -> list[pb.BlockDescriptor]:
-        request = pb.FetchDescriptorsRequest(peer_id=self.peer_id, lease_id=lease_id)
-        return list((await self.client.call(self.client.stub.FetchDescriptors, request)).blocks)
-
-    async def read(self, lease_id: str, num_blocks: int) -> np.ndarray:
-        ranges = [pb.PartRange(block_index=index, num_parts=NUM_PARTS) for index in range(num_blocks)]
-        parts = [part.data async for part in self.client.get(self.peer_id, lease_id, ranges)]
-        return np.frombuffer(b"".join(parts), np.uint8).reshape(num_blocks, NUM_PARTS, PART_BYTES)
-
-    async def stats(self) -> pb.StatsResponse:
-        stats: pb.StatsResponse = await self.client.call(self.client.stub.Stats, pb.StatsRequest())
-        return stats
-
-
-@contextlib.asynccontextmanager
-async def peer(server: Server, access: "pb.Access" = pb.ACCESS_STREAM) -> AsyncIterator[Peer]:
-    async with StagingClient(server.address) as client:
-        request = pb.RegisterPeerRequest(fingerprint=FINGERPRINT, name="test", access=access)
-        registered = await client.call(client.stub.RegisterPeer, request)
-        made = Peer(client, registered)
-        try:
-            yield made
-        finally:
-            await made.release()
-
-
-async def until(condition: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(30):
-        while not await condition():
-            await asyncio.sleep(0.05)
-
-
-def random_blocks(seed: int, *keys: bytes) -> "dict[bytes, np.ndarray]":
-    data = np.random.default_rng(seed).integers(0, 256, (len(keys), NUM_PARTS, PART_BYTES), np.uint8)
-    return dict(zip(keys, data, strict=True))
 
 
 def test_what_one_process_streams_in_another_reads_bit_for_bit(server: Server) -> None:

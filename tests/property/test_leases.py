@@ -1,4 +1,5 @@
 import itertools
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TypeVar
@@ -16,8 +17,10 @@ from oasiskv.core.errors import (
 )
 from oasiskv.core.lease_limits import LeaseConfig
 from oasiskv.core.leases import LeaseTable
+from oasiskv.core.tiers import BlockStatus, Load, Spill, Tier, Tiers
 
 NUM_BLOCKS = 7
+NUM_SLOTS = 4
 CONFIG = LeaseConfig(
     num_blocks=NUM_BLOCKS, max_blocks_per_peer=5, max_leases_per_peer=5, max_peers=3, max_ttl_s=10.0, peer_ttl_s=25.0
 )
@@ -33,17 +36,35 @@ def recent(items: list[Item], pick: int) -> Item:
 
 
 class LeaseModel(RuleBasedStateMachine):
-    """Random calls by several peers, with crashes and time, against what a lease promises.
+    """Random calls by several peers, with a disk, crashes and time, against what a lease promises.
 
-    `content` is what a writer put into a block: a leased sealed block must keep it, whatever else happens.
+    `content` is what a writer put into a block: a leased sealed block must keep it, whatever else happens. `slots` is
+    what is on disk, with a root record: it outlives a crash of the service.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.now_s = 0.0
         self.findable: set[bytes] = set()
-        ids = (f"id{number}" for number in itertools.count())
-        self.table = LeaseTable(CONFIG, lambda: self.now_s, on_change=self.on_change, new_id=lambda: next(ids))
+        self.ids = (f"id{number}" for number in itertools.count())
+        self.slots: dict[int, tuple[bytes, int, bytes]] = {}
+        """By slot: key and generation of the root record, and the bytes that are there."""
+        self.seen: Counter[str] = Counter()
+        self.start_service()
+
+    def start_service(self) -> None:
+        self.tiers = Tiers(
+            CONFIG,
+            lambda: self.now_s,
+            num_disk_blocks=NUM_SLOTS,
+            on_change=self.on_change,
+            new_id=lambda: next(self.ids),
+        )
+        self.table = self.tiers.leases
+        self.tiers.disk.restore((slot, key, generation) for slot, (key, generation, _) in self.slots.items())
+        self.spills: list[tuple[Spill, bytes]] = []
+        """With the bytes that the write began with."""
+        self.loads: list[tuple[AbstractContextManager[Load], Load, str]] = []
         self.peers: list[str] = []
         self.links: list[str] = []
         self.leases: list[tuple[str, str]] = []
@@ -64,12 +85,16 @@ class LeaseModel(RuleBasedStateMachine):
     def refused_without_a_trace(self) -> Iterator[None]:
         """A call that raises leaves every count as time alone would have left it."""
         self.table.expire()
-        before = (self.table.counts(), self.table.num_free, self.table.num_cached, self.table.generations.tolist())
+        before = self.counts()
         try:
             yield
         except REFUSALS:
-            after = (self.table.counts(), self.table.num_free, self.table.num_cached, self.table.generations.tolist())
-            assert after == before
+            assert self.counts() == before
+
+    def counts(self) -> tuple[object, ...]:
+        disk = self.tiers.disk
+        generations = self.table.generations.tolist()
+        return self.table.counts(), self.table.num_free, self.table.num_cached, generations, disk.num_held
 
     @rule(may_map=st.booleans())
     def add_peer(self, may_map: bool) -> None:
@@ -228,7 +253,110 @@ class LeaseModel(RuleBasedStateMachine):
     @rule(pick=PICKS)
     def drop_corrupt(self, pick: int) -> None:
         if pick < 2:
+            for _, load, _ in self.loads:  # which keeps the block, but nobody finds it in memory any more
+                load.statuses.pop(self.content.get(pick, b""), None)
             self.table.drop(pick)
+
+    @rule()
+    def begin_spill(self) -> None:
+        spill = self.tiers.prepare_spill()
+        if spill is not None:
+            self.slots.pop(spill.to.slot, None)
+            self.spills.append((spill, self.content[spill.block_id]))
+
+    def is_current(self, spill: Spill) -> bool:
+        return int(self.table.generations[spill.block_id]) == spill.generation
+
+    def write(self, spill: Spill, content: bytes) -> None:
+        self.slots[spill.to.slot] = (spill.block_key, spill.to.generation, content)
+
+    @rule(pick=PICKS, status=st.sampled_from([BlockStatus.INTACT] * 4 + [BlockStatus.IO_ERROR, BlockStatus.DISK_FULL]))
+    def end_spill(self, pick: int, status: BlockStatus) -> None:
+        if not self.spills:
+            return
+        spill, content = self.spills.pop(pick % len(self.spills))
+        if status is BlockStatus.INTACT and not self.is_current(spill):
+            status = BlockStatus.STALE
+        if status is BlockStatus.INTACT:
+            self.write(spill, content)
+        self.tiers.complete_spill(spill, status)
+        self.seen[f"spill {status.value}"] += 1
+
+    def spill_all(self) -> None:
+        for _ in range(NUM_BLOCKS):
+            self.begin_spill()
+            self.end_spill(0, BlockStatus.INTACT)
+
+    @rule(pick=PICKS, chain=st.sampled_from(CHAINS), min_blocks=st.integers(0, 3))
+    def begin_load(self, pick: int, chain: list[bytes], min_blocks: int) -> None:
+        if not self.peers:
+            return
+        peer_id = recent(self.peers, pick)
+        with self.refused_without_a_trace():
+            context = self.tiers.load(peer_id, chain, min_blocks)
+            load = context.__enter__()
+            self.loads.append((context, load, peer_id))
+            for _, block_id in load.reads.values():
+                self.content.pop(block_id, None)
+
+    @rule(pick=PICKS, fails=st.sampled_from([False, False, True]))
+    def read_one(self, pick: int, fails: bool) -> None:
+        """What is in the slot now is what is read: it may have been written anew since the load began."""
+        if not self.loads:
+            return
+        _, load, _ = self.loads[pick % len(self.loads)]
+        for key, (place, block_id) in list(load.reads.items())[:1]:
+            status = BlockStatus.IO_ERROR if fails else BlockStatus.CORRUPT
+            if status is BlockStatus.CORRUPT and self.slots.get(place.slot) == (key, place.generation, key):
+                self.content[block_id] = key
+                status = BlockStatus.INTACT
+            self.seen[f"load {self.tiers.complete_load(load, key, status).value}"] += 1
+
+    @rule(pick=PICKS, chain=st.sampled_from(CHAINS), min_blocks=st.integers(0, 3))
+    def end_load(self, pick: int, chain: list[bytes], min_blocks: int) -> None:
+        if not self.loads:
+            return
+        context, load, peer_id = self.loads.pop(pick % len(self.loads))
+        intact = [key for key, status in load.statuses.items() if status is BlockStatus.INTACT]
+        if load.owner:
+            for key in intact:
+                assert self.tiers.tier_of(key) is not Tier.DISK, f"{key!r} is not in memory to the end of its load"
+        if peer_id in self.peers:
+            self.lease(len(self.peers) - 1 - self.peers.index(peer_id), chain, min_blocks, 8.0)
+        context.__exit__(None, None, None)
+
+    @rule(pick=PICKS)
+    def cancel_load(self, pick: int) -> None:
+        if self.loads:
+            context, _, _ = self.loads.pop(pick % len(self.loads))
+            context.__exit__(None, None, None)
+
+    @rule(chain=st.sampled_from(CHAINS), num_intact=st.integers(0, 9), is_whole=st.booleans())
+    def spill_a_prompt_and_bring_it_back(self, chain: list[bytes], num_intact: int, is_whole: bool) -> None:
+        self.stage_a_prompt(1, chain, 3, False)
+        self.spill_all()
+        for number in range(2):
+            self.allocate(number, 5 - number, 3.0)
+            self.release(0)
+        self.begin_load(0, chain, 0)
+        last = len(self.loads) - 1
+        for number in range(len(chain) if is_whole else 0):
+            self.read_one(last, number == num_intact)
+        if is_whole:
+            self.end_load(last, chain, 0)
+
+    @rule(pick=st.integers(0, 3))
+    def service_is_killed(self, pick: int) -> None:
+        """All in memory is gone; of a write under way, the root record may or may not have been written."""
+        if pick or not self.slots:
+            return
+        for spill, content in self.spills:
+            if self.is_current(spill) and len(self.slots) % 2:
+                self.write(spill, content)
+        self.findable.clear()
+        self.start_service()
+        self.begin_with_a_writer_and_a_reader()
+        self.seen["kill"] += 1
 
     @rule()
     def outlast_a_short_lease(self) -> None:
@@ -241,11 +369,13 @@ class LeaseModel(RuleBasedStateMachine):
 
     @invariant()
     def keeps_its_promises(self) -> None:
-        self.table.check_invariants()
+        self.tiers.check_invariants()
         for block_key in itertools.chain(*CHAINS):
+            assert self.tiers.is_held(block_key) is (block_key in self.findable)
             block_id = self.table.find(block_key)
-            assert (block_id is not None) is (block_key in self.findable)
             assert block_id is None or self.content[block_id] == block_key
+            place = self.tiers.disk.find(block_key)
+            assert place is None or self.slots[place.slot] == (block_key, place.generation, block_key)
         for lease_id, (_, block_ids, contents, end_s) in self.promised.items():
             if self.now_s < end_s:
                 assert [self.content[block_id] for block_id in block_ids] == contents, f"{lease_id} lost its content"
@@ -254,11 +384,15 @@ class LeaseModel(RuleBasedStateMachine):
         """After every process died and time passed, every block can be given out again, and nothing is remembered."""
         while self.holds:
             self.end_operation(0)
+        while self.loads:
+            self.loads.pop()[0].__exit__(None, None, None)
+        while self.spills:
+            self.end_spill(0, BlockStatus.INTACT)
         while self.links:
             self.process_dies(0)
         self.now_s += 100.0
         self.table.expire()
-        self.table.check_invariants()
+        self.tiers.check_invariants()
         assert self.table.num_free == NUM_BLOCKS
         assert (self.table.counts().num_peers, self.table.counts().num_leases) == (0, 0)
 

@@ -20,12 +20,18 @@ class HostBlockManager:
     from the block is ordered before those of its next owner.
     """
 
-    def __init__(self, num_blocks: int, on_evict: Callable[[bytes], None] | None = None) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        on_evict: Callable[[bytes], None] | None = None,
+        on_cached: Callable[[bytes], None] | None = None,
+    ) -> None:
         """Start with all blocks free.
 
         Args:
             num_blocks: Capacity of the host pool of every rank, in host blocks.
             on_evict: Called with the block key of a block that is evicted, before its id is given out.
+            on_cached: Called with the block key of a block that no request references any more.
         """
         if num_blocks <= 0:
             raise ConfigError(f"num_blocks: expected a positive number, got {num_blocks}")
@@ -39,6 +45,7 @@ class HostBlockManager:
         self._key_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
         self._on_evict = on_evict
+        self._on_cached = on_cached
 
     @property
     def num_blocks(self) -> int:
@@ -262,5 +269,7 @@ class HostBlockManager:
             return
         if block_id in self._key_of:
             self._cached[block_id] = None
+            if self._on_cached is not None:
+                self._on_cached(self._key_of[block_id])
         else:
             self._free.append(block_id)

@@ -4,6 +4,9 @@ from dataclasses import dataclass, fields
 
 from oasiskv.core.errors import ConfigError, InvalidRequestError
 
+MAX_KEY_BYTES = 256
+"""Longest block key."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseConfig:

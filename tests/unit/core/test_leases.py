@@ -251,6 +251,18 @@ def test_a_corrupt_block_is_not_found_any_more_and_room_again_after_its_leases(t
     assert (table.num_free, table.num_cached) == (8, 1)
 
 
+def test_a_handle_with_a_corrupt_block_ends_by_time_as_others_do(table: LeaseTable, peer_id: str, clock: Clock) -> None:
+    table.open_link(peer_id)
+    lease_id = stage(table, peer_id, KEYS[:2])
+    (first, _) = table.readable(peer_id, lease_id)
+    table.offer(peer_id, lease_id, 5.0)
+    table.drop(first)
+    clock.now_s += 6.0
+    table.expire()
+    table.check_invariants()
+    assert table.num_free == 8
+
+
 def test_what_ended_early_is_not_remembered(table: LeaseTable, peer_id: str) -> None:
     for _ in range(1000):
         table.release(peer_id, [table.allocate(peer_id, 1, 10.0)[0]])

@@ -6,6 +6,7 @@ import pytest
 
 from oasiskv.core.errors import ConfigError
 from oasiskv.services.staging.__main__ import read_config, run
+from oasiskv.services.staging.disk_file import DiskConfig
 
 TEXT = """
 [staging]
@@ -22,6 +23,9 @@ head_dim = 8
 max_ttl_s = 5.0
 [server]
 address = "127.0.0.1:0"
+[disk]
+folder = "/var/lib/oasiskv"
+max_bytes = 100_000
 """
 
 
@@ -31,6 +35,8 @@ def test_the_number_of_blocks_follows_from_the_bytes_of_the_pool() -> None:
     assert config.staging.leases.num_blocks == 10_000 // 768
     assert config.staging.leases.max_blocks_per_peer == 13
     assert config.staging.leases.max_ttl_s == 5.0
+    assert config.staging.disk == DiskConfig(folder="/var/lib/oasiskv", max_bytes=100_000)
+    assert read_config(TEXT[: TEXT.index("[disk]")]).staging.disk is None
 
 
 @pytest.mark.parametrize(
@@ -54,6 +60,10 @@ def test_the_number_of_blocks_follows_from_the_bytes_of_the_pool() -> None:
         ("[staging]", "[staging]\naddress = '127.0.0.1:1'", "staging.address"),
         ("[leases]", "[lease]", "lease: "),
         ("[server]", "[server", "config: expected TOML"),
+        ("max_bytes = 100_000", 'max_bytes = "1G"', "disk.max_bytes"),
+        ("max_bytes = 100_000", "", "disk: .*max_bytes"),
+        ('folder = "/var/lib/oasiskv"', "folder = 5", "disk.folder"),
+        ("max_bytes = 100_000", "max_byte = 1", "disk.max_byte"),
         ("[server]", "[tls]\nkey = 'a'\n[server]", "tls: .*certificate"),
     ],
 )

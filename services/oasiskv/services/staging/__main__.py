@@ -18,6 +18,7 @@ from oasiskv.core.lease_limits import LeaseConfig
 from oasiskv.core.service_config import TABLES, TlsConfig, build
 from oasiskv.services.rpc.server import MESSAGE_OVERHEAD_BYTES, RpcServer, ServerConfig
 from oasiskv.services.staging.data_plane import DataPlane
+from oasiskv.services.staging.disk_file import DiskConfig, DiskFile
 from oasiskv.services.staging.fabric import choose
 from oasiskv.services.staging.memory import MemorySocket, StagingMemory
 from oasiskv.services.staging.service import StagingConfig, StagingService
@@ -28,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessConfig:
-    """What the configuration file says: tables `staging`, `fingerprint`, `leases`, `server`, and `tls` if any.
+    """What the configuration file says: tables `staging`, `fingerprint`, `server`; also `leases`, `disk`, `tls`.
 
     A file for all services has tables for the others too, which are passed over here.
     """
@@ -43,7 +44,7 @@ class ProcessConfig:
     """Most bytes that the pool may take; None for the limit of the control group alone."""
 
     drain_s: float = 30.0
-    """Seconds that leases get to end after SIGTERM, before the blocks are lost."""
+    """Seconds that leases get to end, and their blocks to reach the disk, after SIGTERM, before they are lost."""
 
 
 def read_config(text: str) -> ProcessConfig:
@@ -74,6 +75,7 @@ def read_config(text: str) -> ProcessConfig:
         LeaseConfig, "leases", {"max_blocks_per_peer": num_blocks} | tables.get("leases", {}), num_blocks=num_blocks
     )
     tls = build(TlsConfig, "tls", {k: Path(v) for k, v in tables["tls"].items()}) if "tls" in tables else None
+    disk = build(DiskConfig, "disk", tables["disk"]) if "disk" in tables else None
     # A part and its fields must fit into a message; others are small.
     message_bytes = max(4 * 2**20, fingerprint.part_bytes + MESSAGE_OVERHEAD_BYTES)
     listen = dict(tables.get("server", {}))
@@ -83,7 +85,7 @@ def read_config(text: str) -> ProcessConfig:
         listen["address"] = staging.pop("address")
     server = build(ServerConfig, "server", listen, tls=tls, max_message_bytes=message_bytes)
     return ProcessConfig(
-        staging=build(StagingConfig, "staging", staging, fingerprint=fingerprint, leases=leases),
+        staging=build(StagingConfig, "staging", staging, fingerprint=fingerprint, leases=leases, disk=disk),
         server=server,
         **process,
     )
@@ -105,7 +107,11 @@ async def run(config: ProcessConfig) -> None:
         memory = StagingMemory(staging.fingerprint, staging.leases.num_blocks, staging.huge_pages)
         resources.callback(memory.close)
         logger.info("memory: %s", memory.reason)
-        service = StagingService(staging, memory)
+        disk_file = DiskFile.open(staging.disk, staging.fingerprint) if staging.disk is not None else None
+        service = StagingService(staging, memory, disk_file=disk_file)
+        if service.disk_tier is not None:
+            resources.push_async_callback(service.disk_tier.stop)
+            await service.disk_tier.start()
         transport = choose(staging.transport, is_strict=staging.is_strict, has_tls=config.server.tls is not None)
         data_plane = DataPlane(transport, memory, is_remote=staging.locality == "remote")
         resources.push_async_callback(data_plane.stop)
@@ -129,10 +135,15 @@ async def _drain(service: StagingService, drain_s: float, stopping: "asyncio.Que
     logger.info("draining: %d leases are left", service.drain())
     try:
         async with asyncio.timeout(drain_s):
-            while service.drain() and stopping.empty():
+            # What the leases held goes to disk, so that it can be found after the start of the next process.
+            while (service.drain() or service.tiers.num_unwritten) and stopping.empty():
                 await asyncio.sleep(0.1)
     except TimeoutError:
-        logger.warning("stopping with %d leases that have not ended", service.drain())
+        logger.warning(
+            "stopping with %d leases that have not ended and %d blocks that are not on disk",
+            service.drain(),
+            service.tiers.num_unwritten,
+        )
 
 
 def main() -> int:

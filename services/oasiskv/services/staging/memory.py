@@ -7,7 +7,7 @@ import logging
 import mmap
 import os
 import socket
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -70,7 +70,14 @@ class StagingMemory:
         """`[num_blocks]`, by block id."""
         self.checksums: NDArray[np.uint64] = np.zeros((num_blocks, fingerprint.num_parts), np.uint64)
         """`[num_blocks, num_parts]`, of sealed blocks."""
+        self.is_corrupt: NDArray[np.bool_] = np.zeros(num_blocks, np.bool_)
+        """`[num_blocks]`, of blocks whose bytes were found to be wrong, until they get new content."""
         self._is_dirty = np.zeros(num_blocks, np.bool_)
+
+    def take(self, block_ids: Sequence[int]) -> None:
+        """Note that blocks get new content, all of it."""
+        self.is_corrupt[block_ids] = False
+        self._is_dirty[block_ids] = True
 
     def wipe(self, block_ids: Iterable[int]) -> None:
         """Set blocks to 0 that were given out before; they count as given out from now on."""

@@ -1,14 +1,12 @@
 """Decides what happens to blocks: the rules are those of `core.leases`, the bytes those of `memory`."""
 
-import asyncio
-import contextlib
 import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TypeVar
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,20 +16,22 @@ from oasiskv.core.errors import (
     CorruptBlockError,
     InvalidRequestError,
     PeerUnavailableError,
+    PoolExhaustedError,
     UnsupportedError,
 )
 from oasiskv.core.fingerprint import Fingerprint
-from oasiskv.core.lease_limits import LeaseConfig
-from oasiskv.core.leases import LeaseTable
+from oasiskv.core.lease_limits import MAX_KEY_BYTES, LeaseConfig
+from oasiskv.core.tiers import BlockStatus, Tier, Tiers
 from oasiskv.services.checksums import checksum, checksums
 from oasiskv.services.staging.changes import ChangeLog
+from oasiskv.services.staging.disk_file import DiskConfig, DiskFile
+from oasiskv.services.staging.disk_tier import DISK_ERRORS, DiskTier
 from oasiskv.services.staging.fabric import TRANSPORTS
 from oasiskv.services.staging.memory import HUGE_PAGES, StagingMemory
+from oasiskv.services.threads import in_thread
 
 logger = logging.getLogger(__name__)
 
-Result = TypeVar("Result")
-MAX_KEY_BYTES = 256
 MAX_KEYS = 65536
 LOCALITIES = ("auto", "remote")
 
@@ -68,6 +68,8 @@ class StagingConfig:
 
     huge_pages: str = "auto"
     """`never` for small pages, auto for huge ones where the kernel has enough set aside."""
+    disk: DiskConfig | None = None
+    """The SSD tier; None to hold blocks in memory only."""
 
     def __post_init__(self) -> None:
         """Check the fields together.
@@ -140,8 +142,20 @@ class StagingService:
     """
 
     def __init__(
-        self, config: StagingConfig, memory: StagingMemory, clock: Callable[[], float] = time.monotonic
+        self,
+        config: StagingConfig,
+        memory: StagingMemory,
+        clock: Callable[[], float] = time.monotonic,
+        disk_file: DiskFile | None = None,
     ) -> None:
+        """Start with all memory free.
+
+        Args:
+            config: What is held, and for whom.
+            memory: The pool.
+            clock: Seconds that never go back.
+            disk_file: The SSD tier, if there is one; its traffic begins with `disk_tier.start`.
+        """
         self.config = config
         self.memory = memory
         self.epoch = secrets.token_hex(8)
@@ -150,10 +164,17 @@ class StagingService:
         self.num_corrupt_blocks = 0
         """Blocks whose bytes differed from their checksum, since the start."""
         self.is_draining = False
-        self.leases = LeaseTable(config.leases, clock, generations=memory.generations, on_change=self.changes.add)
+        self.tiers = Tiers(
+            config.leases,
+            clock,
+            num_disk_blocks=disk_file.num_slots if disk_file else 0,
+            generations=memory.generations,
+            on_change=self.changes.add,
+            on_spill_due=lambda: self.disk_tier.spill_is_due() if self.disk_tier else None,
+        )
+        self.leases = self.tiers.leases
+        self.disk_tier = DiskTier(config.disk, disk_file, self.tiers, memory) if config.disk and disk_file else None
         self._access: dict[str, Access] = {}
-        # Dropped blocks that a lease still names, until they get new content.
-        self._corrupt_ids: set[int] = set()
 
     def register_peer(self, fingerprint: Fingerprint, name: str, access: Access) -> str:
         """Return the id of a new peer.
@@ -181,6 +202,12 @@ class StagingService:
         """Peers whose way of access is remembered; those forgotten go with the next that registers."""
         return len(self._access)
 
+    @property
+    def num_disk_errors(self) -> int:
+        """Blocks that the disk failed to write, or to give back as they were, since the start."""
+        counts = self.disk_tier.counts if self.disk_tier else {}
+        return sum(number for (_, status), number in counts.items() if status in DISK_ERRORS)
+
     def open_link(self, peer_id: str) -> bool:
         """Note that a process of a peer gets the memory, and return whether it may write.
 
@@ -198,10 +225,10 @@ class StagingService:
         """Take blocks to write to, all bytes 0; raises as `LeaseTable.allocate`, and PeerUnavailableError on drain."""
         self._refuse_if_draining()
         lease_id, block_ids = self.leases.allocate(peer_id, num_blocks, ttl_s)
-        self._corrupt_ids.difference_update(block_ids)
+        self.memory.is_corrupt[block_ids] = False
         try:
             with self.leases.hold(peer_id, lease_id):
-                await _in_thread(self.memory.wipe, block_ids)
+                await in_thread(partial(self.memory.wipe, block_ids))
             # The lease may have ended meanwhile; then nobody must write to its blocks.
             self.leases.writable(peer_id, lease_id)
         except BaseException:
@@ -233,7 +260,7 @@ class StagingService:
             block_ids = [held[block.block_index] for block in blocks]
             given = np.array([block.checksums for block in blocks], np.uint64).reshape(-1, num_parts)
             open_ids = [block_id for block_id in block_ids if not self.leases.is_sealed(block_id)]
-            found = dict(zip(open_ids, await _in_thread(self._hash, open_ids), strict=True))
+            found = dict(zip(open_ids, await in_thread(partial(self._hash, open_ids)), strict=True))
             for block, block_id, sums in zip(blocks, block_ids, given, strict=True):
                 if block_id in found and not np.array_equal(found[block_id], sums):
                     part = int(np.flatnonzero(found[block_id] != sums)[0])
@@ -245,11 +272,11 @@ class StagingService:
                 if not self.leases.is_sealed(block_id):
                     self.memory.checksums[block_id] = sums
             sealed_ids = self.leases.seal(peer_id, lease_id, keys)
-            self._corrupt_ids.difference_update(sealed_ids)
+            self.memory.is_corrupt[sealed_ids] = False
             return sealed_ids
 
-    def locate(self, peer_id: str, block_keys: Sequence[bytes]) -> list[bool]:
-        """Return whether each key is held now.
+    def locate(self, peer_id: str, block_keys: Sequence[bytes]) -> list[Tier | None]:
+        """Return the highest tier that holds each key now, None where none does.
 
         Raises:
             InvalidRequestError: Too many keys.
@@ -257,13 +284,34 @@ class StagingService:
         """
         self.leases.touch(peer_id)
         check_keys(block_keys)
-        return [self.leases.find(block_key) is not None for block_key in block_keys]
+        return [self.tiers.tier_of(block_key) for block_key in block_keys]
 
-    def lease(self, peer_id: str, block_keys: Sequence[bytes], min_blocks: int, ttl_s: float) -> tuple[str, list[int]]:
-        """Take a read lease; raises as `LeaseTable.lease`, and PeerUnavailableError on draining."""
+    async def lease(
+        self, peer_id: str, block_keys: Sequence[bytes], min_blocks: int, ttl_s: float
+    ) -> tuple[str, list[int], list[BlockStatus]]:
+        """Take a read lease on the longest prefix that is held, after bringing it into memory.
+
+        Returns:
+            The lease id, its block ids, and for every key what became of it.
+
+        Raises:
+            BlockNotFoundError: As `LeaseTable.lease`; also for blocks that were on disk and not intact there.
+            InvalidRequestError: As `LeaseTable.lease`.
+            LeaseExpiredError: As `LeaseTable.lease`.
+            PeerUnavailableError: The service drains.
+            PoolExhaustedError: As `LeaseTable.lease`; also if memory has no room for what is on disk.
+        """
         self._refuse_if_draining()
         check_keys(block_keys)
-        return self.leases.lease(peer_id, block_keys, min_blocks, ttl_s)
+        if self.disk_tier is None or not self.tiers.missing(block_keys)[1]:
+            statuses = self.tiers.statuses(block_keys)
+            return *self.leases.lease(peer_id, block_keys, min_blocks, ttl_s), statuses
+        async with self.disk_tier.loaded(peer_id, block_keys, min_blocks) as load:
+            statuses = [load.statuses[block_key] for block_key in block_keys]
+            num_found = next((i for i, status in enumerate(statuses) if status is not BlockStatus.INTACT), None)
+            if num_found is not None and num_found < min_blocks and statuses[num_found] is BlockStatus.NOT_READ:
+                raise PoolExhaustedError(f"min_blocks: expected room in memory for {min_blocks}, got {num_found}")
+            return *self.leases.lease(peer_id, block_keys, min_blocks, ttl_s), statuses
 
     def describe(self, peer_id: str, lease_id: str, block_indices: Sequence[int]) -> Descriptors:
         """Return where blocks of a lease are; all of them if none is named.
@@ -328,7 +376,7 @@ class StagingService:
                     expected = int(self.memory.checksums[block_id, number])
                     if checksum(data) != expected:
                         self.num_corrupt_blocks += 1
-                        self._corrupt_ids.add(block_id)
+                        self.memory.is_corrupt[block_id] = True
                         self.leases.drop(block_id)
                         logger.error("host block %d: part %d differs from its checksum; dropped", block_id, number)
                         raise CorruptBlockError(f"checksum: part {number} of block {wanted.block_index} is not intact")
@@ -350,22 +398,11 @@ class StagingService:
     def _sealed_block(self, table: Sequence[int], block_index: int) -> int:
         if not block_index < len(table):
             raise InvalidRequestError(f"block_index: expected less than {len(table)}, got {block_index}")
-        if table[block_index] in self._corrupt_ids:
+        if self.memory.is_corrupt[table[block_index]]:
             raise CorruptBlockError(f"block_index: block {block_index} was found to be corrupt and dropped")
         if not self.leases.is_sealed(table[block_index]):
             raise InvalidRequestError(f"block_index: expected a sealed block, got {block_index}")
         return table[block_index]
-
-
-async def _in_thread(work: Callable[[list[int]], Result], block_ids: list[int]) -> Result:
-    """Run in a thread; if cancelled, raise only when the thread is over: it uses blocks that must be held till then."""
-    task = asyncio.ensure_future(asyncio.to_thread(work, block_ids))
-    try:
-        return await asyncio.shield(task)
-    finally:
-        while not task.done():
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.wait([task])
 
 
 def check_key(block_key: bytes) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 
 from oasiskv.core.errors import ConfigError, InvalidRequestError
 from oasiskv.core.fingerprint import Fingerprint
+from oasiskv.core.tiers import BlockStatus, Tier
 from oasiskv.protos.staging.v1 import staging_pb2 as pb
 from oasiskv.protos.staging.v1 import staging_pb2_grpc
 from oasiskv.services.staging.data_plane import DataPlane, until_ended
@@ -22,6 +23,14 @@ ACCESS = {
     pb.ACCESS_STREAM: Access.STREAM,
     pb.ACCESS_MAP_READ: Access.MAP_READ,
     pb.ACCESS_MAP_WRITE: Access.MAP_WRITE,
+}
+TIERS = {None: pb.TIER_UNSPECIFIED, Tier.HOST: pb.TIER_HOST, Tier.DISK: pb.TIER_DISK}
+STATUSES = {
+    BlockStatus.INTACT: pb.BLOCK_STATUS_INTACT,
+    BlockStatus.ABSENT: pb.BLOCK_STATUS_ABSENT,
+    BlockStatus.NOT_READ: pb.BLOCK_STATUS_NOT_READ,
+    BlockStatus.IO_ERROR: pb.BLOCK_STATUS_IO_ERROR,
+    BlockStatus.CORRUPT: pb.BLOCK_STATUS_CORRUPT,
 }
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -74,19 +83,26 @@ class StagingServicer(staging_pb2_grpc.StagingServicer):
 
     async def Locate(self, request: pb.LocateRequest, context: Context) -> pb.LocateResponse:
         held = self._service.locate(request.peer_id, request.block_keys)
-        return pb.LocateResponse(tiers=[pb.TIER_HOST if is_held else pb.TIER_UNSPECIFIED for is_held in held])
+        return pb.LocateResponse(tiers=[TIERS[tier] for tier in held])
 
     async def Lease(self, request: pb.LeaseRequest, context: Context) -> pb.LeaseResponse:
         ttl_s = request.ttl_ms / 1000
+        statuses: list[BlockStatus] = []
         match request.WhichOneof("blocks"):
             case "keys":
-                keys = request.keys.block_keys
-                lease_id, block_ids = self._service.lease(request.peer_id, keys, request.min_blocks, ttl_s)
+                lease_id, block_ids, statuses = await self._service.lease(
+                    request.peer_id, request.keys.block_keys, request.min_blocks, ttl_s
+                )
             case "handle":
                 lease_id, block_ids = self._leases.accept(request.peer_id, request.handle, request.min_blocks, ttl_s)
             case _:
                 raise InvalidRequestError("blocks: expected keys or a handle, got neither")
-        return pb.LeaseResponse(lease_id=lease_id, ttl_ms=self._granted_ms(ttl_s), num_blocks=len(block_ids))
+        return pb.LeaseResponse(
+            lease_id=lease_id,
+            ttl_ms=self._granted_ms(ttl_s),
+            num_blocks=len(block_ids),
+            block_statuses=[STATUSES[status] for status in statuses],
+        )
 
     async def Renew(self, request: pb.RenewRequest, context: Context) -> pb.RenewResponse:
         ttl_s = request.ttl_ms / 1000
@@ -156,6 +172,7 @@ class StagingServicer(staging_pb2_grpc.StagingServicer):
     async def Stats(self, request: pb.StatsRequest, context: Context) -> pb.StatsResponse:
         self._leases.expire()
         counts = self._leases.counts()
+        tiers = self._service.tiers
         return pb.StatsResponse(
             epoch=self._service.epoch,
             is_draining=self._service.is_draining,
@@ -165,14 +182,19 @@ class StagingServicer(staging_pb2_grpc.StagingServicer):
             num_fenced_blocks=counts.num_fenced_blocks,
             num_peers=counts.num_peers,
             num_leases=counts.num_leases,
-            num_sealed_total=self._service.changes.num_sealed,
-            num_evicted_total=self._service.changes.num_removed - self._service.num_corrupt_blocks,
+            num_sealed_total=tiers.num_sealed,
+            num_evicted_total=tiers.num_left - self._service.num_corrupt_blocks,
             num_expired_leases_total=counts.num_expired_total,
             num_corrupt_blocks_total=self._service.num_corrupt_blocks,
             transport=self._data_plane.transport.name,
             transport_reason=self._data_plane.transport.reason,
             num_links=counts.num_links,
             memory_reason=self._service.memory.reason,
+            num_disk_blocks=tiers.disk.num_slots,
+            num_held_disk_blocks=tiers.disk.num_held,
+            num_unwritten_blocks=tiers.num_unwritten,
+            num_lost_blocks_total=tiers.num_lost,
+            num_disk_errors_total=self._service.num_disk_errors,
         )
 
     async def Attach(self, request: pb.AttachRequest, context: Context) -> AsyncIterator[pb.AttachResponse]:

@@ -18,12 +18,29 @@ class Tier(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     TIER_UNSPECIFIED: _ClassVar[Tier]
     TIER_HOST: _ClassVar[Tier]
+    TIER_DISK: _ClassVar[Tier]
+
+class BlockStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    BLOCK_STATUS_UNSPECIFIED: _ClassVar[BlockStatus]
+    BLOCK_STATUS_INTACT: _ClassVar[BlockStatus]
+    BLOCK_STATUS_ABSENT: _ClassVar[BlockStatus]
+    BLOCK_STATUS_NOT_READ: _ClassVar[BlockStatus]
+    BLOCK_STATUS_IO_ERROR: _ClassVar[BlockStatus]
+    BLOCK_STATUS_CORRUPT: _ClassVar[BlockStatus]
 ACCESS_UNSPECIFIED: Access
 ACCESS_STREAM: Access
 ACCESS_MAP_READ: Access
 ACCESS_MAP_WRITE: Access
 TIER_UNSPECIFIED: Tier
 TIER_HOST: Tier
+TIER_DISK: Tier
+BLOCK_STATUS_UNSPECIFIED: BlockStatus
+BLOCK_STATUS_INTACT: BlockStatus
+BLOCK_STATUS_ABSENT: BlockStatus
+BLOCK_STATUS_NOT_READ: BlockStatus
+BLOCK_STATUS_IO_ERROR: BlockStatus
+BLOCK_STATUS_CORRUPT: BlockStatus
 
 class Fingerprint(_message.Message):
     __slots__ = ("model_hash", "dtype", "block_size", "num_layers", "num_kv_heads", "head_dim", "tp_size", "layout", "kv_revision")
@@ -174,14 +191,16 @@ class BlockKeys(_message.Message):
     def __init__(self, block_keys: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class LeaseResponse(_message.Message):
-    __slots__ = ("lease_id", "ttl_ms", "num_blocks")
+    __slots__ = ("lease_id", "ttl_ms", "num_blocks", "block_statuses")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     TTL_MS_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_STATUSES_FIELD_NUMBER: _ClassVar[int]
     lease_id: str
     ttl_ms: int
     num_blocks: int
-    def __init__(self, lease_id: _Optional[str] = ..., ttl_ms: _Optional[int] = ..., num_blocks: _Optional[int] = ...) -> None: ...
+    block_statuses: _containers.RepeatedScalarFieldContainer[BlockStatus]
+    def __init__(self, lease_id: _Optional[str] = ..., ttl_ms: _Optional[int] = ..., num_blocks: _Optional[int] = ..., block_statuses: _Optional[_Iterable[_Union[BlockStatus, str]]] = ...) -> None: ...
 
 class RenewRequest(_message.Message):
     __slots__ = ("peer_id", "lease_ids", "ttl_ms")
@@ -346,7 +365,7 @@ class StatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatsResponse(_message.Message):
-    __slots__ = ("epoch", "is_draining", "num_blocks", "num_free_blocks", "num_cached_blocks", "num_fenced_blocks", "num_peers", "num_leases", "num_sealed_total", "num_evicted_total", "num_expired_leases_total", "num_corrupt_blocks_total", "transport", "transport_reason", "num_links", "memory_reason")
+    __slots__ = ("epoch", "is_draining", "num_blocks", "num_free_blocks", "num_cached_blocks", "num_fenced_blocks", "num_peers", "num_leases", "num_sealed_total", "num_evicted_total", "num_expired_leases_total", "num_corrupt_blocks_total", "num_disk_blocks", "num_held_disk_blocks", "num_unwritten_blocks", "num_lost_blocks_total", "num_disk_errors_total", "transport", "transport_reason", "num_links", "memory_reason")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     IS_DRAINING_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -359,6 +378,11 @@ class StatsResponse(_message.Message):
     NUM_EVICTED_TOTAL_FIELD_NUMBER: _ClassVar[int]
     NUM_EXPIRED_LEASES_TOTAL_FIELD_NUMBER: _ClassVar[int]
     NUM_CORRUPT_BLOCKS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    NUM_DISK_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_HELD_DISK_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_UNWRITTEN_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_LOST_BLOCKS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    NUM_DISK_ERRORS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_REASON_FIELD_NUMBER: _ClassVar[int]
     NUM_LINKS_FIELD_NUMBER: _ClassVar[int]
@@ -375,11 +399,16 @@ class StatsResponse(_message.Message):
     num_evicted_total: int
     num_expired_leases_total: int
     num_corrupt_blocks_total: int
+    num_disk_blocks: int
+    num_held_disk_blocks: int
+    num_unwritten_blocks: int
+    num_lost_blocks_total: int
+    num_disk_errors_total: int
     transport: str
     transport_reason: str
     num_links: int
     memory_reason: str
-    def __init__(self, epoch: _Optional[str] = ..., is_draining: _Optional[bool] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_fenced_blocks: _Optional[int] = ..., num_peers: _Optional[int] = ..., num_leases: _Optional[int] = ..., num_sealed_total: _Optional[int] = ..., num_evicted_total: _Optional[int] = ..., num_expired_leases_total: _Optional[int] = ..., num_corrupt_blocks_total: _Optional[int] = ..., transport: _Optional[str] = ..., transport_reason: _Optional[str] = ..., num_links: _Optional[int] = ..., memory_reason: _Optional[str] = ...) -> None: ...
+    def __init__(self, epoch: _Optional[str] = ..., is_draining: _Optional[bool] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_fenced_blocks: _Optional[int] = ..., num_peers: _Optional[int] = ..., num_leases: _Optional[int] = ..., num_sealed_total: _Optional[int] = ..., num_evicted_total: _Optional[int] = ..., num_expired_leases_total: _Optional[int] = ..., num_corrupt_blocks_total: _Optional[int] = ..., num_disk_blocks: _Optional[int] = ..., num_held_disk_blocks: _Optional[int] = ..., num_unwritten_blocks: _Optional[int] = ..., num_lost_blocks_total: _Optional[int] = ..., num_disk_errors_total: _Optional[int] = ..., transport: _Optional[str] = ..., transport_reason: _Optional[str] = ..., num_links: _Optional[int] = ..., memory_reason: _Optional[str] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
     __slots__ = ("peer_id",)
