@@ -1,6 +1,7 @@
 """Sessions of engines with the staging service: every way that bytes move, and what happens when a side is killed."""
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from oasiskv.cli.main import main
 from oasiskv.core.errors import (
     BlockNotFoundError,
     CorruptBlockError,
@@ -119,8 +121,6 @@ def until(condition: Callable[[], bool]) -> None:
 
 @contextlib.contextmanager
 def busy_peer(server: StagingProcess, job: str) -> Iterator["subprocess.Popen[str]"]:
-    import json
-
     arguments = [job, server.address, json.dumps(asdict(SHAPE)), str(NUM_BLOCKS)]
     with subprocess.Popen([sys.executable, "-c", BUSY_PEER, *arguments], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -179,6 +179,17 @@ def test_a_service_that_is_forced_to_be_remote_hands_no_memory_over(tmp_path: Pa
             assert "small pages: " in found.memory_reason or "huge pages of" in found.memory_reason
         until(lambda: stats(server).num_links == 0)
         assert not (tmp_path / "memory.sock").exists()
+
+
+def test_shared_memory_through_ucx_brings_the_same_bytes(tmp_path: Path) -> None:
+    data = random_blocks(18, 8)
+    with StagingProcess(tmp_path, SHAPE, NUM_BLOCKS, staging={"transport": "shm"}) as server:
+        assert stats(server).transport == "shm"
+        with session(server, "one-sided", may_write=True) as peer:
+            assert peer.path_reason == "this session is forced to be remote; over shm"
+            statuses, out = fetch(peer, stage(peer, "s", data), 8)
+            assert not any(statuses)
+            np.testing.assert_array_equal(out, data)
 
 
 def test_a_service_without_nixl_says_why_and_serves_by_stream(tmp_path: Path) -> None:
@@ -274,6 +285,7 @@ def test_a_service_that_is_killed_in_the_middle_is_told_for_each_block(tmp_path:
             lease = stage(peer, "s", data)
             out = np.zeros_like(data)
             peer.register(out)
+            assert not peer.fetch(lease, range(NUM_BLOCKS), 0, out).result().any()
             reading = peer.fetch(lease, range(NUM_BLOCKS), 0, out)
             server.stop(signal.SIGKILL)
             statuses = reading.result()
@@ -299,9 +311,7 @@ def test_when_the_agent_is_killed_streams_take_over_and_a_new_session_gets_a_new
             os.kill(server.agent_pid(), signal.SIGKILL)
             assert not reading.result().any()
             np.testing.assert_array_equal(out, data)
-            out[:] = 0
-            assert not peer.fetch(lease, range(NUM_BLOCKS), 0, out).result().any()
-            np.testing.assert_array_equal(out, data)
+            assert not peer.fetch(lease, range(4), 1, out[:4, 1:2].copy()).result().any()
             assert peer.path == "stream"
             assert peer.path_reason.startswith("one-sided failed: nixl")
             with StagingSession(config) as later:
@@ -442,3 +452,27 @@ def test_a_call_with_a_wrong_shape_is_refused_by_name_and_writes_nothing(server:
         assert not out.any()
         with pytest.raises(InvalidRequestError, match=r"^buffer"):
             peer.register(out[:, :, ::2])
+
+
+def test_the_tier_is_measured_by_the_paths_that_are_asked_for(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["bench", "staging", "--paths", "UCX fog", "--out", str(tmp_path)]) == 2
+    assert "error: paths: expected one of mapped, UCX shared memory" in capsys.readouterr().err
+    arguments = ["--pool-bytes", str(2**24), "--repeats", "1", "--block-sizes", "16", "--out", str(tmp_path)]
+    assert main(["bench", "staging", *arguments, "--paths", "mapped", "UCX TCP"]) == 0
+    (path,) = tmp_path.iterdir()
+    found = json.loads(path.read_text())
+    assert found["command"].startswith("oasiskv bench staging")
+    rows = found["results"]
+    assert {row["path"] for row in rows} == {"mapped", "UCX TCP", "calls, 1000 leases"}
+    assert {row["part_KiB"] for row in rows if "part_KiB" in row} == {64}
+    compared = [row for row in rows if row["op"] in ("read", "write") and row["bytes"] != "one part"]
+    assert len(compared) == 2 * 4
+    assert all(row["gb_per_s"] > 0 and row["share"] > 0 for row in compared)
+    assert [row["op"] for row in rows if "p99_ms" in row] == [
+        "renew all",
+        "locate 64",
+        "lease 64 and release",
+        "describe 64",
+    ]

@@ -2,11 +2,16 @@
 
 import argparse
 import datetime
+import importlib.metadata
 import json
+import os
 import platform
+from collections.abc import Callable
 from pathlib import Path
 
 from oasiskv.core.errors import UnsupportedError
+
+Row = dict[str, object]
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -16,17 +21,29 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     kernels = suites.add_parser(
         "kernels", help="every operation on device tensors, alone and beside attention and matrix products; one GPU"
     )
-    kernels.add_argument(
-        "--out", type=Path, default=Path("benchmarks/results"), metavar="FOLDER", help="where the JSON file goes"
+    staging = suites.add_parser(
+        "staging", help="the staging tier: bytes by every path beside a plain copy of the same, and calls; no GPU"
     )
+    staging.add_argument("--pool-bytes", type=int, default=2**27, metavar="N", help="size of the pool (128 MiB)")
+    staging.add_argument("--repeats", type=int, default=9, metavar="N", help="copies of each kind (9)")
+    staging.add_argument("--block-sizes", nargs="+", type=int, metavar="N", help="in tokens (2 16 128)")
+    staging.add_argument("--paths", nargs="+", metavar="PATH", help="only these paths, as the table names them")
+    for suite in (kernels, staging):
+        suite.add_argument(
+            "--out", type=Path, default=Path("benchmarks/results"), metavar="FOLDER", help="where the JSON file goes"
+        )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, and write `kernels-<date>-<gpu>.json`.
+    """Measure, and write `<suite>-<date>-<machine>.json`.
 
     Raises:
-        UnsupportedError: there is no CUDA device to measure.
+        UnsupportedError: There is no CUDA device to measure, or a package is not installed.
     """
+    return _run_kernels(args.out) if args.suite == "kernels" else _run_staging(args)
+
+
+def _run_kernels(out: Path) -> int:
     import torch
 
     if not torch.cuda.is_available():
@@ -36,24 +53,71 @@ def run(args: argparse.Namespace) -> int:
     from oasiskv.kernels import bench
 
     gpu = torch.cuda.get_device_name()
-    results: list[dict[str, object]] = []
-
-    def emit(row: dict[str, object]) -> None:
-        results.append(row)
-        print("  ".join(f"{name}={value}" for name, value in row.items()), flush=True)
-
-    bench.run(emit)
-    today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    found = {
+    results: list[Row] = []
+    bench.run(_emitter(results))
+    about: Row = {
         "command": "oasiskv bench kernels",
-        "date": today,
         "gpu": gpu,
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__},
         "model": "36 layers, 8 KV heads of 4 query heads, head_dim 128, block_size 16, budget 128, cap 6, bfloat16",
-        "results": results,
     }
-    args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / f"kernels-{today}-{gpu.replace(' ', '-').lower()}.json"
-    path.write_text(json.dumps(found, indent=1) + "\n")
+    return _write(out, "kernels", gpu, about, results)
+
+
+def _run_staging(args: argparse.Namespace) -> int:
+    try:
+        from oasiskv.services.staging import bench
+    except ImportError as error:
+        raise UnsupportedError(f"bench staging: expected the extras services and nixl, got {error}") from error
+    paths = args.paths or list(bench.PATHS)
+    for path in paths:
+        if path not in bench.PATHS:
+            raise UnsupportedError(f"paths: expected one of {', '.join(bench.PATHS)}, got {path!r}")
+    results: list[Row] = []
+    bench.run(
+        _emitter(results),
+        pool_bytes=args.pool_bytes,
+        num_repeats=args.repeats,
+        paths=paths,
+        block_sizes=args.block_sizes or bench.BLOCK_SIZES,
+    )
+    num_cpus = len(os.sched_getaffinity(0))
+    about: Row = {
+        "command": f"oasiskv bench staging --pool-bytes {args.pool_bytes} --repeats {args.repeats}",
+        "cpu": f"{_cpu()}, {num_cpus} cores",
+        "load": os.getloadavg()[0],
+        "kernel": platform.release(),
+        "versions": {name: _version(name) for name in ("nixl-cu13", "grpcio", "xxhash", "numpy")}
+        | {"python": platform.python_version()},
+        "model": f"{bench.NUM_LAYERS} layers, 8 KV heads, head_dim 128, float16; medians",
+    }
+    return _write(args.out, "staging", f"{num_cpus} cores", about, results)
+
+
+def _emitter(results: list[Row]) -> Callable[[Row], None]:
+    def emit(row: Row) -> None:
+        results.append(row)
+        print("  ".join(f"{name}={value}" for name, value in row.items()), flush=True)
+
+    return emit
+
+
+def _write(out: Path, suite: str, machine: str, about: Row, results: list[Row]) -> int:
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / f"{suite}-{today}-{machine.replace(' ', '-').lower()}.json"
+    path.write_text(json.dumps({"date": today, **about, "results": results}, indent=1) + "\n")
     print(path)
     return 0
+
+
+def _cpu() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"

@@ -1,6 +1,7 @@
 """Moves parts of blocks between a process and a staging service, and verifies them; `session` is the way to it."""
 
 import logging
+import math
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -27,6 +28,7 @@ logger = logging.getLogger(__name__)
 Pool = MappedPool | OneSidedPool
 # Descriptors of this many parts fit into a message of the default size with room to spare.
 PARTS_PER_MESSAGE = 2**18
+CACHED_BYTES = 2**18
 
 
 class BlockStatus(IntEnum):
@@ -73,6 +75,12 @@ class Lease:
         """The lease as text, for `StagingSession.join` in another process of the peer; who has it may write."""
         ids = b"" if self.block_ids is None else self.block_ids.astype("<u8").tobytes()
         return f"{self.lease_id}.{self.num_blocks}.{ids.hex()}"
+
+
+def _cached_rows(pieces: NDArray[np.uint8]) -> list[slice]:
+    """Return rows of so few bytes that what was copied is still in the cache when it is hashed."""
+    step = max(1, CACHED_BYTES // math.prod(pieces.shape[1:]))
+    return [slice(start, start + step) for start in range(0, len(pieces), step)]
 
 
 class Mover:
@@ -129,19 +137,30 @@ class Mover:
         self._check(lease, block_indices, first_part, data)
         if lease.block_ids is None or lease.sums is None:
             raise InvalidRequestError("lease: expected a write lease, got a read lease")
-        # Of what was meant, before the copy: what arrived is held against it when the block is sealed.
-        lease.sums[block_indices, first_part : first_part + data.shape[1]] = checksums(data)
+        if not len(data):
+            return
+        sums = lease.sums
         block_ids = lease.block_ids[block_indices]
+        columns = slice(first_part, first_part + data.shape[1])
+
+        def note(rows: slice) -> None:
+            # Of what was meant, not of what arrived: that is held against it when the block is sealed.
+            sums[block_indices[rows], columns] = checksums(data[rows])
+
         try:
             if isinstance(self._pool, MappedPool) and self._pool.parts.flags.writeable:
-                parts = self._pool.parts
-                parts.reshape(-1, parts.shape[-1])[self._rows(block_ids, first_part, data)] = data
+                parts = self._pool.parts.reshape(-1, data.shape[2])
+                places = self._rows(block_ids, first_part, data)
+                for rows in _cached_rows(data):
+                    note(rows)
+                    parts[places[rows]] = data[rows]
                 return
             if isinstance(self._pool, OneSidedPool) and self._pool.may_write:
-                self._pool.write(block_ids, first_part, data, self._timeout_s)
+                self._pool.write(block_ids, first_part, data, self._timeout_s, note)
                 return
         except (PeerUnavailableError, TransferTimeoutError) as error:
             self._leave_pool(error)
+        note(slice(None))
         parts_to_send = (
             (int(block_index), first_part + part, data[row, part].tobytes())
             for row, block_index in enumerate(block_indices)
@@ -178,6 +197,8 @@ class Mover:
     ) -> NDArray[np.int8]:
         """Read parts and verify them; see `StagingSession.fetch`."""
         self._check(lease, block_indices, first_part, out)
+        if not len(out):
+            return np.zeros(0, np.int8)
         is_right = np.zeros(len(out), np.bool_)
         had_pool = self._pool is not None
         if had_pool:
@@ -189,9 +210,9 @@ class Mover:
                 logger.info("the stream has to tell which blocks are right: %s", error)
         statuses = np.where(is_right, BlockStatus.OK, BlockStatus.UNAVAILABLE).astype(np.int8)
         again = np.flatnonzero(~is_right)
-        if had_pool:
-            self.num_retried_blocks += len(again)
-        self._wait(self._stream(lease, block_indices, first_part, out, again.tolist(), statuses))
+        if len(again):
+            self.num_retried_blocks += len(again) if had_pool else 0
+            self._wait(self._stream(lease, block_indices, first_part, out, again.tolist(), statuses))
         return statuses
 
     def close(self) -> None:
@@ -216,11 +237,12 @@ class Mover:
 
         # `generations` are from before the copy. They only grow, so the same values after it held all the while.
         if isinstance(self._pool, MappedPool):
-            parts = self._pool.parts
+            parts = self._pool.parts.reshape(-1, out.shape[2])
             places = self._rows(block_ids, first_part, out)
-            # The ids are the service's, so none is out of range; another mode than "clip" would copy twice.
-            parts.reshape(-1, parts.shape[-1]).take(places, axis=0, out=out, mode="clip")
-            verify(slice(None))
+            for rows in _cached_rows(out):
+                # The ids are the service's, so none is out of range; another mode than "clip" would copy twice.
+                parts.take(places[rows], axis=0, out=out[rows], mode="clip")
+                verify(rows)
             now = self._pool.generations[block_ids]
         else:
             assert self._pool is not None

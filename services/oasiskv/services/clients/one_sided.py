@@ -12,9 +12,9 @@ from oasiskv.services.nixl import NixlAgent, Transfer
 
 CHUNK_BYTES = 32 * 2**20
 """Of a large read: while one is under way, the one before it is verified."""
-
-# Generations come in pieces of up to this many, unless there are more.
 MIN_GENERATIONS = 1024
+SPAN_PER_BLOCK = 512
+"""Generations that are read at most for one that is wanted: 4 KiB, about what a piece costs beside its bytes."""
 
 
 class OneSidedPool:
@@ -87,13 +87,40 @@ class OneSidedPool:
             for transfer in transfers:
                 transfer.cancel()
 
-    def write(self, block_ids: NDArray[np.uint64], first_part: int, data: NDArray[np.uint8], timeout_s: float) -> None:
-        """Copy parts of blocks to the service, `data` as `out` of `read`; raises as it."""
-        for chunk in self._chunks(data):
-            self._start(block_ids[chunk], first_part, data[chunk], is_read=False).wait(timeout_s)
+    def write(
+        self,
+        block_ids: NDArray[np.uint64],
+        first_part: int,
+        data: NDArray[np.uint8],
+        timeout_s: float,
+        on_chunk: Callable[[slice], None],
+    ) -> None:
+        """Copy parts of blocks to the service, `data` as `out` of `read`, with `on_chunk` meanwhile; raises as it."""
+        chunks = self._chunks(data)
+        transfers: list[Transfer] = []
+        try:
+            for chunk in chunks:
+                transfers.append(self._start(block_ids[chunk], first_part, data[chunk], is_read=False))
+                on_chunk(chunk)
+                if len(transfers) > 1:
+                    transfers[-2].wait(timeout_s)
+            transfers[-1].wait(timeout_s)
+        finally:
+            for transfer in transfers:
+                transfer.cancel()
 
     def generations(self, block_ids: NDArray[np.uint64], timeout_s: float) -> NDArray[np.uint64]:
         """Return the generations of blocks, `[n]`, as they are now; raises as `read`."""
+        first, last = block_ids.min(), block_ids.max()
+        span = int(last - first) + 1
+        # One piece that has some too many is faster than many small ones.
+        if span <= SPAN_PER_BLOCK * len(block_ids):
+            found = self._read_generations(np.arange(first, last + np.uint64(1)), timeout_s)
+            chosen: NDArray[np.uint64] = found[block_ids - first]
+            return chosen
+        return self._read_generations(block_ids, timeout_s)
+
+    def _read_generations(self, block_ids: NDArray[np.uint64], timeout_s: float) -> NDArray[np.uint64]:
         if len(self._generations) < len(block_ids):
             self._generations = np.zeros(max(MIN_GENERATIONS, 2 * len(block_ids)), np.uint64)
             self._agent.register(self._generations.view(np.uint8))

@@ -24,12 +24,15 @@ def main() -> int:
     parser.add_argument("--blocks-fd", type=int, required=True, help="the blocks, to read and write")
     parser.add_argument("--generations-fd", type=int, required=True, help="their generations, to read")
     args = parser.parse_args()
-    try:
-        offer = _offer(args.blocks_fd, args.generations_fd)
-    except OasisError as error:
-        print(json.dumps({"error": str(error)}), flush=True)
-        return 1
-    print(json.dumps(offer), flush=True)
+    # UCX writes its log to standard output: that becomes standard error, and the answer goes where it was.
+    with os.fdopen(os.dup(1), "w") as answer:
+        os.dup2(2, 1)
+        try:
+            offer = _offer(args.blocks_fd, args.generations_fd)
+        except OasisError as error:
+            print(json.dumps({"error": str(error)}), file=answer)
+            return 1
+        print(json.dumps(offer), file=answer)
     sys.stdin.buffer.read()
     # At once, without UCX's farewells: peers must notice, and no memory is worth a wait.
     os._exit(0)

@@ -93,7 +93,7 @@ class DataPlane:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             pass_fds=fds,
-            env={**os.environ, "UCX_TLS": self._tls},
+            env=self._environment(),
             limit=2**20,
         )
         assert process.stdout is not None
@@ -120,6 +120,12 @@ class DataPlane:
         self._process = process
         self._watch = asyncio.create_task(self._wait(process, offer))
         return offer
+
+    def _environment(self) -> dict[str, str]:
+        chosen = {**os.environ, "UCX_TLS": self._tls}
+        if self.transport.name == "shm":
+            chosen.setdefault("UCX_NET_DEVICES", "lo")
+        return chosen
 
     async def _wait(self, process: asyncio.subprocess.Process, offer: Offer) -> None:
         code = await process.wait()

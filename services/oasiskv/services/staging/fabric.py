@@ -5,8 +5,9 @@ from pathlib import Path
 
 INFINIBAND = Path("/sys/class/infiniband")
 TRANSPORTS = ("auto", "rdma", "tcp", "shm", "none")
-# Of RDMA devices: all that UCX can drive; it takes TCP only where the other end has none.
-UCX_TLS = {"infiniband": "rc,dc,ud,tcp", "roce": "rc,dc,ud,tcp", "tcp": "tcp", "shm": "shm", "none": ""}
+# Of RDMA devices all that UCX can drive; TCP is for ends that have none, and on one host for the messages that tell of
+# the other end's death, which shared memory cannot.
+UCX_TLS = {"infiniband": "rc,dc,ud,tcp", "roce": "rc,dc,ud,tcp", "tcp": "tcp", "shm": "shm,tcp,self", "none": ""}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,265 @@
+"""Measures the staging tier on this host: bytes by every path beside a plain copy of the same, and calls under load."""
+
+import asyncio
+import statistics
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from oasiskv.core.fingerprint import Fingerprint
+from oasiskv.protos.staging.v1 import staging_pb2 as pb
+from oasiskv.services import nixl
+from oasiskv.services.checksums import checksum
+from oasiskv.services.clients.one_sided import OneSidedPool
+from oasiskv.services.clients.session import Lease, SessionConfig, StagingSession
+from oasiskv.services.clients.staging import MappedPool, StagingClient
+from oasiskv.services.staging.process import StagingProcess
+
+Row = dict[str, object]
+NUM_LAYERS = 8
+# Tokens per block with 8 heads of 128 in float16: parts of 8, 64 and 512 KiB.
+BLOCK_SIZES = (2, 16, 128)
+PATHS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "mapped": ({}, {}),
+    "UCX shared memory": ({"transport": "shm"}, {"locality": "remote"}),
+    "UCX TCP": ({"locality": "remote", "transport": "tcp"}, {}),
+    "gRPC stream": ({"is_strict": True, "memory_socket": ""}, {}),
+}
+NUM_LEASES = 1000
+
+
+def run(
+    emit: Callable[[Row], None],
+    *,
+    pool_bytes: int,
+    num_repeats: int,
+    paths: Sequence[str] = tuple(PATHS),
+    block_sizes: Sequence[int] = BLOCK_SIZES,
+) -> None:
+    """Measure everything, and hand each result on as soon as it is there.
+
+    Args:
+        emit: Called with each row.
+        pool_bytes: Of each service; the largest copy.
+        num_repeats: Copies of each kind; ours and the plain ones take turns, and the medians count. Hundreds of calls.
+        paths: Names of `PATHS`.
+        block_sizes: In tokens.
+    """
+    for block_size in block_sizes:
+        shape = Fingerprint(
+            model_hash="bench",
+            dtype="float16",
+            block_size=block_size,
+            num_layers=NUM_LAYERS,
+            num_kv_heads=8,
+            head_dim=128,
+        )
+        for path in paths:
+            _run_path(emit, path, shape, pool_bytes // shape.block_bytes, num_repeats)
+    _run_calls(emit, 100 * num_repeats)
+
+
+def _run_path(emit: Callable[[Row], None], path: str, shape: Fingerprint, num_blocks: int, num_repeats: int) -> None:
+    staging, session = PATHS[path]
+    with TemporaryDirectory() as folder, StagingProcess(Path(folder), shape, num_blocks, staging=staging) as server:
+        config = SessionConfig(
+            address=server.address, fingerprint=shape, name="bench", may_write=True, timeout_s=60.0, **session
+        )
+        with StagingSession(config) as peer:
+            bench = _Bench(peer, shape, num_blocks, num_repeats)
+            for row in bench.rows():
+                emit({"path": path, "part_KiB": shape.part_bytes // 1024, **row})
+
+
+class _Bench:
+    """One session, and copies of the same bytes by it and without it."""
+
+    def __init__(self, peer: StagingSession, shape: Fingerprint, num_blocks: int, num_repeats: int) -> None:
+        self._peer = peer
+        self._num_repeats = num_repeats
+        rng = np.random.default_rng(0)
+        self._order = rng.permutation(num_blocks)
+        self._whole = rng.integers(0, 256, (num_blocks, NUM_LAYERS, shape.part_bytes), np.uint8)
+        self._layer = rng.integers(0, 256, (num_blocks, 1, shape.part_bytes), np.uint8)
+        for buffer in (self._whole, self._layer):
+            peer.register(buffer)
+        self._lease = peer.allocate(num_blocks).result()
+
+    def rows(self) -> list[Row]:
+        """Measure writing, then seal and measure reading."""
+        blocks = np.arange(len(self._whole))
+        found = [
+            self._compare("write", "one layer", self._order, 3, self._layer, self._peer.put),
+            self._compare("write", "all layers", blocks, 0, self._whole, self._peer.put),
+        ]
+        keys = [b"%d" % block for block in blocks]
+        started_s = time.perf_counter()
+        self._peer.seal(self._lease, blocks, keys).result()
+        seal_s = time.perf_counter() - started_s
+        found += [
+            self._compare("read", "one layer", self._order, 3, self._layer, self._fetch),
+            self._compare("read", "all layers", blocks, 0, self._whole, self._fetch),
+            {"op": "seal", "bytes": "all layers", "gb_per_s": _rounded(self._whole.nbytes / seal_s / 1e9)},
+            self._latency(),
+        ]
+        return found
+
+    def _fetch(self, lease: Lease, blocks: NDArray[Any], first_part: int, out: NDArray[np.uint8]) -> "_Checked":
+        return _Checked(self._peer, lease, blocks, first_part, out)
+
+    def _compare(
+        self,
+        op: str,
+        what: str,
+        blocks: NDArray[Any],
+        first_part: int,
+        pieces: NDArray[np.uint8],
+        copy: Callable[[Lease, NDArray[Any], int, NDArray[np.uint8]], Any],
+    ) -> Row:
+        ours, plain = [], []
+        for _ in range(self._num_repeats + 1):  # the first one touches memory and connects
+            plain.append(self._plain(op, blocks, first_part, pieces))
+            started_s = time.perf_counter()
+            copy(self._lease, blocks, first_part, pieces).result()
+            ours.append(time.perf_counter() - started_s)
+        ours_s = statistics.median(ours[1:])
+        num_pieces = len(blocks) if what == "one layer" else len(blocks) * NUM_LAYERS
+        row: Row = {
+            "op": op,
+            "bytes": what,
+            "gb_per_s": _rounded(pieces.nbytes / ours_s / 1e9),
+            "parts_per_s": round(num_pieces / ours_s),
+        }
+        if plain[0] is not None:
+            pairs = [(one, other) for one, other in zip(plain[1:], ours[1:], strict=True) if one is not None]
+            plain_s = statistics.median(one for one, _ in pairs)
+            row |= {
+                "plain_gb_per_s": _rounded(pieces.nbytes / plain_s / 1e9),
+                # Of pairs that follow one another, so that what else the host does falls on both.
+                "share": _rounded(statistics.median(one / other for one, other in pairs)),
+            }
+        return row
+
+    def _latency(self) -> Row:
+        times = []
+        for block in np.resize(self._order, 200):
+            started_s = time.perf_counter()
+            self._peer.fetch(self._lease, [int(block)], 3, self._layer[:1]).result()
+            times.append(time.perf_counter() - started_s)
+        return {"op": "read", "bytes": "one part", "median_ms": _rounded(statistics.median(times) * 1000)}
+
+    def _plain(self, op: str, blocks: NDArray[Any], first_part: int, pieces: NDArray[np.uint8]) -> float | None:
+        """Return the seconds of a copy without checksums, generations and chunks; None for streams, which have none."""
+        pool = self._peer._moves._pool
+        block_ids = self._lease.block_ids
+        assert block_ids is not None
+        if isinstance(pool, OneSidedPool):
+            return _plain_nixl(pool, block_ids[blocks], first_part, pieces, is_read=op == "read")
+        if isinstance(pool, MappedPool):
+            there = pool.parts.reshape(-1, pieces.shape[2])
+            rows = block_ids[blocks].astype(np.intp)[:, None] * NUM_LAYERS + first_part + np.arange(pieces.shape[1])
+            started_s = time.perf_counter()
+            if op == "read":
+                there.take(rows, axis=0, out=pieces, mode="clip")
+            else:
+                there[rows] = pieces
+            return time.perf_counter() - started_s
+        return None
+
+
+class _Checked:
+    """A fetch whose every block must be right."""
+
+    def __init__(self, peer: StagingSession, *arguments: Any) -> None:
+        self._future = peer.fetch(*arguments)
+
+    def result(self) -> None:
+        assert not self._future.result().any()
+
+
+def _plain_nixl(
+    pool: OneSidedPool, block_ids: NDArray[np.uint64], first_part: int, pieces: NDArray[np.uint8], *, is_read: bool
+) -> float:
+    """Return the seconds of one NIXL transfer of one piece a block, with its state asked for without a pause."""
+    bindings = nixl.load()
+    started_s = time.perf_counter()
+    _, num_parts, part_bytes = pool._shape
+    rows = np.zeros((2, len(pieces), 3), np.uint64)
+    rows[:, :, 1] = pieces[0].nbytes
+    rows[0, :, 0] = pieces.ctypes.data + np.arange(len(pieces), dtype=np.uint64) * np.uint64(pieces[0].nbytes)
+    rows[1, :, 0] = pool._blocks_address + (block_ids * np.uint64(num_parts) + np.uint64(first_part)) * np.uint64(
+        part_bytes
+    )
+    agent = pool._agent._agent
+    ends = [bindings.nixlXferDList(bindings.DRAM_SEG, side) for side in rows]
+    operation = bindings.NIXL_READ if is_read else bindings.NIXL_WRITE
+    handle = agent.createXferReq(operation, *ends, pool._remote, "", [])
+    status = agent.postXferReq(handle, "")
+    while status == bindings.NIXL_IN_PROG:
+        status = agent.getXferStatus(handle)
+    agent.releaseXferReq(handle)
+    assert status == bindings.NIXL_SUCCESS
+    return time.perf_counter() - started_s
+
+
+def _run_calls(emit: Callable[[Row], None], num_calls: int) -> None:
+    """Measure calls to a service in which a peer holds `NUM_LEASES` leases that it renews."""
+    shape = Fingerprint(model_hash="bench", dtype="float16", block_size=1, num_layers=2, num_kv_heads=1, head_dim=8)
+    with TemporaryDirectory() as folder, StagingProcess(Path(folder), shape, 4096, staging={"transport": "none"}) as s:
+        for row in asyncio.run(_measure_calls(s.address, shape, num_calls)):
+            emit({"path": f"calls, {NUM_LEASES} leases", **row})
+
+
+async def _measure_calls(address: str, shape: Fingerprint, num_calls: int) -> list[Row]:
+    async with StagingClient(address) as client:
+        register = pb.RegisterPeerRequest(
+            fingerprint=pb.Fingerprint(**asdict(shape)), name="bench", access=pb.ACCESS_STREAM
+        )
+        peer_id = (await client.call(client.stub.RegisterPeer, register)).peer_id
+        keys = [b"key %d" % i for i in range(64)]
+        allocate = pb.AllocateRequest(peer_id=peer_id, num_blocks=len(keys), ttl_ms=60_000)
+        written = await client.call(client.stub.Allocate, allocate)
+        parts = [(block, part, bytes(shape.part_bytes)) for block in range(len(keys)) for part in range(2)]
+        await client.put(peer_id, written.lease_id, parts)
+        sums = [checksum(bytes(shape.part_bytes))] * shape.num_parts
+        blocks = [pb.SealedBlock(block_index=i, block_key=key, checksums=sums) for i, key in enumerate(keys)]
+        await client.call(client.stub.Seal, pb.SealRequest(peer_id=peer_id, lease_id=written.lease_id, blocks=blocks))
+        for _ in range(NUM_LEASES):
+            lease = pb.LeaseRequest(peer_id=peer_id, keys=pb.BlockKeys(block_keys=keys[:1]), ttl_ms=60_000)
+            await client.call(client.stub.Lease, lease)
+
+        async def lease_and_release() -> None:
+            request = pb.LeaseRequest(peer_id=peer_id, keys=pb.BlockKeys(block_keys=keys), ttl_ms=60_000)
+            taken = await client.call(client.stub.Lease, request)
+            await client.call(client.stub.Release, pb.ReleaseRequest(peer_id=peer_id, lease_ids=[taken.lease_id]))
+
+        calls: dict[str, Callable[[], Awaitable[object]]] = {
+            "renew all": lambda: client.call(client.stub.Renew, pb.RenewRequest(peer_id=peer_id, ttl_ms=60_000)),
+            "locate 64": lambda: client.call(client.stub.Locate, pb.LocateRequest(peer_id=peer_id, block_keys=keys)),
+            "lease 64 and release": lease_and_release,
+            "describe 64": lambda: client.call(
+                client.stub.FetchDescriptors,
+                pb.FetchDescriptorsRequest(peer_id=peer_id, lease_id=written.lease_id, in_columns=True),
+            ),
+        }
+        return [await _measure_call(name, call, num_calls) for name, call in calls.items()]
+
+
+async def _measure_call(name: str, call: Callable[[], Awaitable[object]], num_calls: int) -> Row:
+    times = []
+    for _ in range(num_calls + 50):
+        started_s = time.perf_counter()
+        await call()
+        times.append(time.perf_counter() - started_s)
+    cuts = statistics.quantiles(times[50:], n=100)
+    return {"op": name, "p50_ms": _rounded(cuts[49] * 1000), "p99_ms": _rounded(cuts[98] * 1000)}
+
+
+def _rounded(number: float) -> float:
+    return float(f"{number:.3g}")
