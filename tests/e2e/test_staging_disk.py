@@ -3,6 +3,8 @@
 import asyncio
 import os
 import signal
+import socket
+import urllib.request
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +12,17 @@ import pytest
 
 from oasiskv.core.errors import BlockNotFoundError
 from oasiskv.protos.staging.v1 import staging_pb2 as pb
-from oasiskv.services.testing import NUM_BLOCKS, disk_table, kill_while_writing, peer, random_blocks, running, until
+from oasiskv.services.testing import (
+    NUM_BLOCKS,
+    NUM_PARTS,
+    PART_BYTES,
+    disk_table,
+    kill_while_writing,
+    peer,
+    random_blocks,
+    running,
+    until,
+)
 
 KEYS = [f"d{number}".encode() for number in range(8)]
 CONTENT = random_blocks(11, *KEYS)
@@ -94,3 +106,50 @@ def test_blocks_cut_off_by_another_process_are_reported_and_not_tried_again(tmp_
 
     with running(tmp_path, "is_strict = true", disk_table(tmp_path, 12)) as server:
         asyncio.run(scenario())
+
+
+def test_metrics_tell_the_tiers_apart(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with peer(server) as user:
+            await user.release(await user.stage(CONTENT))
+
+            async def is_on_disk() -> bool:
+                return (await user.stats()).num_held_disk_blocks == len(KEYS)
+
+            await until(is_on_disk)
+            await user.lease(*KEYS[:2])
+            await user.release()
+            await user.release((await user.allocate(NUM_BLOCKS)).lease_id)
+            await user.lease(*KEYS[:3], b"absent")
+
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    tables = f'metrics_address = "127.0.0.1:{port}"\n' + disk_table(tmp_path, 12)
+    with running(tmp_path, "is_strict = true", tables) as server:
+        asyncio.run(scenario())
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20) as answer:
+            text = answer.read().decode()
+    lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    block_bytes = NUM_PARTS * PART_BYTES
+    for name, value in {
+        'capacity_bytes{tier="host"}': NUM_BLOCKS * block_bytes,
+        'capacity_bytes{tier="disk"}': 12 * block_bytes,
+        'used_bytes{tier="host"}': 3 * block_bytes,
+        'used_bytes{tier="disk"}': 8 * block_bytes,
+        'evictable_bytes{tier="host"}': 3 * block_bytes,
+        "leases": 0,
+        "peers": 1,
+        "sealed_blocks_total": 8,
+        'leased_blocks_total{tier="host"}': 2,
+        'leased_blocks_total{tier="disk"}': 3,
+        'missed_blocks_total{cause="absent"}': 1,
+        'missed_blocks_total{cause="io_error"}': 0,
+        'evictions_total{tier="host"}': 8,
+        'drops_total{reason="not_written",tier="host"}': 0,
+        'drops_total{reason="corrupt",tier="disk"}': 0,
+        'disk_bytes_total{op="write"}': 8 * block_bytes,
+        'disk_bytes_total{op="read"}': 3 * block_bytes,
+    }.items():
+        assert float(lines[f"oasiskv_staging_{name}"]) == value, name
+    assert float(lines['oasiskv_staging_disk_seconds_total{op="read"}']) > 0
+    assert float(lines['oasiskv_rpc_calls_total{method="Lease",result="ok"}']) == 2

@@ -71,7 +71,9 @@ class Server:
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
-        assert "listens on port" in line
+        if "listens on port" not in line:
+            self.end(signal.SIGKILL)
+            raise AssertionError(f"the service ended at its start: {line!r}")
         self.address = f"127.0.0.1:{line.split()[-1]}"
 
     def end(self, number: int) -> int:

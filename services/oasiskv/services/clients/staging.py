@@ -28,6 +28,7 @@ from oasiskv.protos.staging.v1 import staging_pb2_grpc
 from oasiskv.services.checksums import checksum, checksums
 from oasiskv.services.rpc.status import CLASSES, error_of
 from oasiskv.services.rpc.tls import channel_credentials
+from oasiskv.services.tracing import context_metadata
 
 Response = TypeVar("Response")
 RETRY_WAIT_S = 0.1
@@ -79,7 +80,7 @@ class StagingClient:
                 service was away.
         """
         try:
-            return await method(request, timeout=self._timeout_s)
+            return await method(request, timeout=self._timeout_s, metadata=context_metadata())
         except grpc.aio.AioRpcError as failure:
             error = error_of(failure)
             if not (may_repeat and isinstance(error, PeerUnavailableError)):
@@ -115,7 +116,7 @@ class StagingClient:
             CorruptBlockError: A part is not what its writer wrote; those before it were.
         """
         request = pb.GetRequest(peer_id=peer_id, lease_id=lease_id, ranges=ranges)
-        stream = self.stub.Get(request, timeout=self._timeout_s)
+        stream = self.stub.Get(request, timeout=self._timeout_s, metadata=context_metadata())
         try:
             async for part in stream:
                 if checksum(part.data) != part.checksum:

@@ -1,31 +1,39 @@
-"""What happens around every call of a server: a time limit, and errors turned into status codes."""
+"""What happens around every call of a server: a time limit, metrics, a span, and errors as status codes."""
 
 import asyncio
 import logging
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
+import time
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
 
 from oasiskv.core.errors import InvalidRequestError, OasisError, TransferTimeoutError
+from oasiskv.services.rpc.metrics import ServerMetrics
 from oasiskv.services.rpc.status import ERROR_KEY, MAX_DETAILS, code_of
+from oasiskv.services.tracing import server_span
 
 logger = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
+Observe = Callable[[], AbstractContextManager[None]]
 
 
 class EdgeInterceptor(grpc.aio.ServerInterceptor):
     """Ends calls that take too long, and maps errors by the one table; what is no OasisError is logged and INTERNAL."""
 
-    def __init__(self, max_call_s: float, unlimited: frozenset[str]) -> None:
+    def __init__(self, max_call_s: float, unlimited: frozenset[str], metrics: ServerMetrics) -> None:
         """Start.
 
         Args:
             max_call_s: Longest time of a call, whatever deadline its caller sets.
             unlimited: Full names of methods that may last as long as their caller likes, `/package.Service/Method`.
+            metrics: Where calls are counted.
         """
+        self._metrics = metrics
         self._max_call_s = max_call_s
         self._unlimited = unlimited
 
@@ -40,25 +48,50 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
             return None
         method = handler_call_details.method
         max_s = None if method in self._unlimited else self._max_call_s
+        observe = partial(self._observe, method, handler_call_details.invocation_metadata, handler.response_streaming)
         serializers = (_tolerant(handler.request_deserializer), handler.response_serializer)
         match handler.request_streaming, handler.response_streaming:
             case False, False:
-                return grpc.unary_unary_rpc_method_handler(_unary(handler.unary_unary, method, max_s), *serializers)
+                unary = _unary(handler.unary_unary, method, max_s, observe)
+                return grpc.unary_unary_rpc_method_handler(unary, *serializers)
             case True, False:
-                return grpc.stream_unary_rpc_method_handler(_unary(handler.stream_unary, method, max_s), *serializers)
+                unary = _unary(handler.stream_unary, method, max_s, observe)
+                return grpc.stream_unary_rpc_method_handler(unary, *serializers)
             case False, True:
-                return grpc.unary_stream_rpc_method_handler(_stream(handler.unary_stream, method, max_s), *serializers)
+                stream = _stream(handler.unary_stream, method, max_s, observe)
+                return grpc.unary_stream_rpc_method_handler(stream, *serializers)
             case _:
-                return grpc.stream_stream_rpc_method_handler(
-                    _stream(handler.stream_stream, method, max_s), *serializers
-                )
+                stream = _stream(handler.stream_stream, method, max_s, observe)
+                return grpc.stream_stream_rpc_method_handler(stream, *serializers)
+
+    @contextmanager
+    def _observe(self, method: str, metadata: Any, is_stream: bool) -> Iterator[None]:
+        """Count a call, and be in its span."""
+        start_s = time.perf_counter()
+        result = "ok"
+        with server_span(method, metadata, is_stream) as span:
+            try:
+                yield
+            except Exception as error:
+                result = _name_of(error)
+                raise
+            except BaseException:
+                result = "cancelled"
+                raise
+            finally:
+                self._metrics.count(method, result, time.perf_counter() - start_s)
+                if result != "ok":
+                    span.set_attribute("error.type", result)
 
 
-def _unary(behaviour: Callable[..., Awaitable[Any]], method: str, max_s: float | None) -> Callable[..., Awaitable[Any]]:
+def _unary(
+    behaviour: Callable[..., Awaitable[Any]], method: str, max_s: float | None, observe: Observe
+) -> Callable[..., Awaitable[Any]]:
     async def handle(request: Any, context: Context) -> Any:
         try:
-            async with asyncio.timeout(max_s):
-                return await behaviour(_checked(request), context)
+            with observe():
+                async with asyncio.timeout(max_s):
+                    return await behaviour(_checked(request), context)
         except Exception as error:
             await _abort(context, method, error)
 
@@ -66,7 +99,7 @@ def _unary(behaviour: Callable[..., Awaitable[Any]], method: str, max_s: float |
 
 
 def _stream(
-    behaviour: Callable[..., AsyncIterator[Any]], method: str, max_s: float | None
+    behaviour: Callable[..., AsyncIterator[Any]], method: str, max_s: float | None, observe: Observe
 ) -> Callable[..., AsyncIterator[Any]]:
     async def handle(request: Any, context: Context) -> AsyncIterator[Any]:
         try:
@@ -75,9 +108,10 @@ def _stream(
             await _abort(context, method, error)
             return
         try:
-            async with asyncio.timeout(max_s):
-                async for response in responses:
-                    yield response
+            with observe():
+                async with asyncio.timeout(max_s):
+                    async for response in responses:
+                        yield response
         except Exception as error:
             await _abort(context, method, error)
         finally:
@@ -111,6 +145,13 @@ def _checked(request: Any) -> Any:
 async def _checked_stream(requests: AsyncIterable[Any]) -> AsyncIterator[Any]:
     async for request in requests:
         yield _checked(request)
+
+
+def _name_of(error: Exception) -> str:
+    """Return the class that the caller is told; INTERNAL for a bug."""
+    if isinstance(error, TimeoutError):
+        return TransferTimeoutError.__name__
+    return type(error).__name__ if isinstance(error, OasisError) else "INTERNAL"
 
 
 async def _abort(context: Context, method: str, error: Exception) -> None:

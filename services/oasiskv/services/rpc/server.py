@@ -1,17 +1,23 @@
 """A gRPC server with health, reflection and the edge around every call; each service adds its servicer to one."""
 
-from collections.abc import Callable
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health
 from grpc_reflection.v1alpha import reflection
+from prometheus_client.registry import Collector
 
 from oasiskv.core.errors import ConfigError
 from oasiskv.core.service_config import TlsConfig
 from oasiskv.services.rpc.interceptor import EdgeInterceptor
+from oasiskv.services.rpc.metrics import ServerMetrics
 from oasiskv.services.rpc.tls import server_credentials
+
+logger = logging.getLogger(__name__)
 
 # Room for the fields of a message beside its largest bytes field.
 MESSAGE_OVERHEAD_BYTES = 64 * 2**10
@@ -35,6 +41,9 @@ class ServerConfig:
     max_message_bytes: int = DEFAULT_MESSAGE_BYTES
     """Largest message in either direction."""
 
+    metrics_address: str = ""
+    """`host:port` of Prometheus metrics over plain HTTP, port 0 for a free one; empty for none."""
+
     def __post_init__(self) -> None:
         """Check every field.
 
@@ -55,10 +64,17 @@ class RpcServer:
     """A running server; made by `start`, ended by `stop`."""
 
     def __init__(
-        self, server: grpc.aio.Server, port: int, checks: health.HealthServicer, names: tuple[str, ...]
+        self,
+        server: grpc.aio.Server,
+        port: int,
+        checks: health.HealthServicer,
+        names: tuple[str, ...],
+        metrics: ServerMetrics,
     ) -> None:
         self.port = port
         """The TCP port that it listens on."""
+        self.metrics = metrics
+        """What is counted, and the port that shows it."""
         self._server = server
         self._health = checks
         self._names = names
@@ -70,6 +86,7 @@ class RpcServer:
         add_services: Callable[[grpc.aio.Server], None],
         service_names: tuple[str, ...],
         unlimited: frozenset[str] = frozenset(),
+        collectors: Iterable[Collector] = (),
     ) -> "RpcServer":
         """Listen and answer; the health of all services is SERVING from here on.
 
@@ -78,12 +95,14 @@ class RpcServer:
             add_services: Registers the servicers.
             service_names: Full names of the services, for health and reflection.
             unlimited: Methods without a time limit, `/package.Service/Method`.
+            collectors: What `/metrics` shows beside the calls.
 
         Raises:
-            ConfigError: The address cannot be listened on, or the certificates are not usable.
+            ConfigError: An address cannot be listened on, or the certificates are not usable.
         """
+        metrics = ServerMetrics(collectors)
         server = grpc.aio.server(
-            interceptors=(EdgeInterceptor(config.max_call_s, unlimited),),
+            interceptors=(EdgeInterceptor(config.max_call_s, unlimited, metrics),),
             options=(
                 ("grpc.max_receive_message_length", config.max_message_bytes),
                 ("grpc.max_send_message_length", config.max_message_bytes),
@@ -106,8 +125,11 @@ class RpcServer:
                 port = server.add_secure_port(config.address, server_credentials(config.tls))
         except RuntimeError as cause:
             raise ConfigError(f"address: expected one that is free, got {config.address!r}") from cause
+        if config.metrics_address:
+            metrics.listen(config.metrics_address)
+            logger.info("metrics are at port %d", metrics.port)
         await server.start()
-        started = cls(server, port, checks, names)
+        started = cls(server, port, checks, names, metrics)
         await started.set_serving(True)
         return started
 
@@ -121,6 +143,8 @@ class RpcServer:
         """Take no new calls, let those under way end for `grace_s` seconds, then cancel them."""
         await self._health.enter_graceful_shutdown()
         await self._server.stop(grace_s)
+        # In a thread: a scrape under way waits for this loop.
+        await asyncio.to_thread(self.metrics.close)
 
     async def wait(self) -> None:
         """Return when the server has stopped."""

@@ -21,8 +21,10 @@ from oasiskv.services.staging.data_plane import DataPlane
 from oasiskv.services.staging.disk_file import DiskConfig, DiskFile
 from oasiskv.services.staging.fabric import choose
 from oasiskv.services.staging.memory import MemorySocket, StagingMemory
+from oasiskv.services.staging.metrics import StagingCollector
 from oasiskv.services.staging.service import StagingConfig, StagingService
 from oasiskv.services.staging.servicer import SERVICE_NAME, UNLIMITED, add_to_server
+from oasiskv.services.tracing import start_tracing
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +124,11 @@ async def run(config: ProcessConfig) -> None:
             await link.start()
             resources.push_async_callback(link.stop)
         server = await RpcServer.start(
-            config.server, partial(add_to_server, service, data_plane), (SERVICE_NAME,), UNLIMITED
+            config.server,
+            partial(add_to_server, service, data_plane),
+            (SERVICE_NAME,),
+            UNLIMITED,
+            (StagingCollector(service, transport.name),),
         )
         resources.push_async_callback(server.stop, grace_s=1.0)
         print(f"oasiskv staging listens on port {server.port}", flush=True)
@@ -153,6 +159,7 @@ def main() -> int:
     path: Path = parser.parse_args().config
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     try:
+        start_tracing("oasiskv-staging")
         asyncio.run(run(read_config(path.read_text())))
     except (OasisError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -14,6 +14,7 @@ from oasiskv.core.tiers import BlockStatus, Load, Spill, Tiers
 from oasiskv.services.staging.disk_file import DiskConfig, DiskFile
 from oasiskv.services.staging.memory import StagingMemory
 from oasiskv.services.threads import in_thread
+from oasiskv.services.tracing import TRACER
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -77,10 +78,12 @@ class DiskTier:
             with self._tiers.load(peer_id, block_keys, min_blocks) as load:
                 self._memory.take([block_id for _, block_id in load.reads.values()])
                 waiting = iter(list(load.reads))
+                attributes: dict[str, str | int] = {"oasiskv.tier": "disk", "oasiskv.blocks": len(load.reads)}
                 # A task group ends with the last of its tasks even if cancelled: threads write into these blocks.
-                async with asyncio.TaskGroup() as readers:
-                    for _ in range(min(len(load.reads), self._config.num_readers)):
-                        readers.create_task(self._read(load, waiting))
+                with TRACER.start_as_current_span("kv.load", attributes=attributes):
+                    async with asyncio.TaskGroup() as readers:
+                        for _ in range(min(len(load.reads), self._config.num_readers)):
+                            readers.create_task(self._read(load, waiting))
                 yield load
 
     async def _read(self, load: Load, waiting: Iterator[bytes]) -> None:

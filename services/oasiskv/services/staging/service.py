@@ -163,6 +163,10 @@ class StagingService:
         self.changes = ChangeLog()
         self.num_corrupt_blocks = 0
         """Blocks whose bytes differed from their checksum, since the start."""
+        self.num_leased = {Tier.HOST.value: 0, Tier.DISK.value: 0}
+        """Blocks given to leases by key, by the tier that held them, since the start."""
+        self.num_missed = {status.value: 0 for status in BlockStatus if status is not BlockStatus.INTACT}
+        """Leases by key that ended before the last key that was asked for, by what became of the next block."""
         self.is_draining = False
         self.tiers = Tiers(
             config.leases,
@@ -303,15 +307,35 @@ class StagingService:
         """
         self._refuse_if_draining()
         check_keys(block_keys)
-        if self.disk_tier is None or not self.tiers.missing(block_keys)[1]:
+        on_disk = self.tiers.missing(block_keys)[1] if self.disk_tier else {}
+        if self.disk_tier is None or not on_disk:
             statuses = self.tiers.statuses(block_keys)
-            return *self.leases.lease(peer_id, block_keys, min_blocks, ttl_s), statuses
+            return *self._lease(peer_id, block_keys, min_blocks, ttl_s, statuses, 0), statuses
         async with self.disk_tier.loaded(peer_id, block_keys, min_blocks) as load:
             statuses = [load.statuses[block_key] for block_key in block_keys]
-            num_found = next((i for i, status in enumerate(statuses) if status is not BlockStatus.INTACT), None)
-            if num_found is not None and num_found < min_blocks and statuses[num_found] is BlockStatus.NOT_READ:
+            num_read = sum(load.statuses[block_key] is BlockStatus.INTACT for block_key in on_disk)
+            return *self._lease(peer_id, block_keys, min_blocks, ttl_s, statuses, num_read), statuses
+
+    def _lease(
+        self,
+        peer_id: str,
+        block_keys: Sequence[bytes],
+        min_blocks: int,
+        ttl_s: float,
+        statuses: Sequence[BlockStatus],
+        num_read: int,
+    ) -> tuple[str, list[int]]:
+        """Take a lease on what is in memory now, and count what it got and where it ended."""
+        num_found = next((i for i, status in enumerate(statuses) if status is not BlockStatus.INTACT), len(statuses))
+        if num_found < len(statuses):
+            self.num_missed[statuses[num_found].value] += 1
+            if num_found < min_blocks and statuses[num_found] is BlockStatus.NOT_READ:
                 raise PoolExhaustedError(f"min_blocks: expected room in memory for {min_blocks}, got {num_found}")
-            return *self.leases.lease(peer_id, block_keys, min_blocks, ttl_s), statuses
+        lease_id, block_ids = self.leases.lease(peer_id, block_keys, min_blocks, ttl_s)
+        num_read = min(num_read, len(block_ids))
+        self.num_leased[Tier.DISK.value] += num_read
+        self.num_leased[Tier.HOST.value] += len(block_ids) - num_read
+        return lease_id, block_ids
 
     def describe(self, peer_id: str, lease_id: str, block_indices: Sequence[int]) -> Descriptors:
         """Return where blocks of a lease are; all of them if none is named.

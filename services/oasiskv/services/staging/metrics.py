@@ -1,0 +1,126 @@
+"""What the staging service shows at `/metrics`; names and labels are a part of its interface."""
+
+import asyncio
+from collections.abc import Iterable, Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from oasiskv.core.tiers import BlockStatus
+from oasiskv.services.staging.disk_tier import DISK_ERRORS
+from oasiskv.services.staging.service import StagingService
+
+READ_TIMEOUT_S = 5.0
+
+
+class StagingCollector(Collector):
+    """Reads a service when it is asked, in the service's event loop: a loop that is stuck shows as a failed scrape."""
+
+    def __init__(self, service: StagingService, transport: str) -> None:
+        """Be made in the event loop of the service."""
+        self._service = service
+        self._transport = transport
+        self._loop = asyncio.get_running_loop()
+
+    def describe(self) -> Iterable[Metric]:
+        """Return nothing: a registry would otherwise collect at once, from the loop itself."""
+        return []
+
+    def collect(self) -> Iterable[Metric]:
+        """Return all metrics as they are now."""
+        return asyncio.run_coroutine_threadsafe(self._read(), self._loop).result(READ_TIMEOUT_S)
+
+    async def _read(self) -> list[Metric]:
+        service = self._service
+        service.leases.expire()
+        return [
+            InfoMetricFamily(
+                "oasiskv_staging",
+                "This process and what its peers read over",
+                value={"epoch": service.epoch, "transport": self._transport},
+            ),
+            *self._levels(),
+            *self._blocks(),
+            *self._disk(),
+        ]
+
+    def _levels(self) -> Iterator[Metric]:
+        service, tiers, leases = self._service, self._service.tiers, self._service.leases
+        block_bytes = service.config.fingerprint.block_bytes
+        num_blocks = service.config.leases.num_blocks
+        num_empty = leases.num_free - leases.num_cached
+        counts = leases.counts()
+        yield _gauge(
+            "capacity_bytes",
+            "Room for blocks",
+            tier={"host": num_blocks, "disk": tiers.disk.num_slots},
+            unit=block_bytes,
+        )
+        yield _gauge(
+            "used_bytes",
+            "Bytes of blocks",
+            tier={"host": num_blocks - num_empty, "disk": tiers.disk.num_held},
+            unit=block_bytes,
+        )
+        yield _gauge(
+            "evictable_bytes", "Bytes of blocks that no lease holds", tier={"host": leases.num_cached}, unit=block_bytes
+        )
+        for name, text, value in (
+            ("leases", "Leases and handles that have not ended", counts.num_leases),
+            ("peers", "Registered peers", counts.num_peers),
+            ("links", "Processes that reach the memory", counts.num_links),
+            ("fenced_blocks", "Blocks whose lease ended while their writer may still write", counts.num_fenced_blocks),
+            ("unwritten_blocks", "Blocks in memory that wait to be written to disk", tiers.num_unwritten),
+            ("retired_slots", "Slots of the disk that the device failed on", tiers.disk.num_retired),
+            ("draining", "1 if new work is refused", int(service.is_draining)),
+        ):
+            yield GaugeMetricFamily(f"oasiskv_staging_{name}", text, value)
+        yield CounterMetricFamily(
+            "oasiskv_staging_expired_leases", "Leases and handles that ended by time", counts.num_expired_total
+        )
+
+    def _blocks(self) -> Iterator[Metric]:
+        service, tiers = self._service, self._service.tiers
+        yield CounterMetricFamily("oasiskv_staging_sealed_blocks", "Blocks that became findable", tiers.num_sealed)
+        yield _counter("leased_blocks", "Blocks given by key, by the tier that held them", tier=service.num_leased)
+        yield _counter(
+            "missed_blocks", "Blocks asked for by key and not given, the first of each lease", cause=service.num_missed
+        )
+        evicted = {"host": tiers.num_left - service.num_corrupt_blocks, "disk": tiers.disk.num_evicted}
+        yield _counter("evictions", "Blocks that made room for others", tier=evicted)
+        drops = CounterMetricFamily(
+            "oasiskv_staging_drops", "Blocks that a tier lost and that had not to go", labels=["tier", "reason"]
+        )
+        drops.add_metric(["host", "corrupt"], service.num_corrupt_blocks)
+        drops.add_metric(["host", "not_written"], tiers.num_lost)
+        traffic = service.disk_tier.counts if service.disk_tier else {}
+        for status in sorted(DISK_ERRORS, key=lambda one: one.value):
+            number = sum(count for (_, found), count in traffic.items() if found is status)
+            drops.add_metric(["disk", status.value], number)
+        yield drops
+
+    def _disk(self) -> Iterator[Metric]:
+        tier = self._service.disk_tier
+        if tier is None:
+            return
+        moved = {what: tier.counts[what, BlockStatus.INTACT] for what in ("read", "write")}
+        block_bytes = self._service.config.fingerprint.block_bytes
+        yield _counter("disk_bytes", "Bytes that went between memory and disk", unit=block_bytes, op=moved)
+        yield _counter("disk_seconds", "Time of that, added up over what ran at a time", op=tier.seconds)
+
+
+def _gauge(name: str, text: str, unit: int = 1, **by_label: dict[str, int]) -> Metric:
+    ((label, values),) = by_label.items()
+    family = GaugeMetricFamily(f"oasiskv_staging_{name}", text, labels=[label])
+    for value, number in values.items():
+        family.add_metric([value], number * unit)
+    return family
+
+
+def _counter(name: str, text: str, unit: int = 1, **by_label: "dict[str, int] | dict[str, float]") -> Metric:
+    ((label, values),) = by_label.items()
+    family = CounterMetricFamily(f"oasiskv_staging_{name}", text, labels=[label])
+    for value, number in values.items():
+        family.add_metric([value], number * unit)
+    return family
