@@ -124,6 +124,16 @@ def test_prefill_in_chunks_beside_decoding_requests_changes_no_tokens(
     assert_all_given_back(chunked)
 
 
+def test_a_seeded_request_draws_the_same_tokens_however_its_prompt_is_cut(
+    process: EngineProcess, engine: dict[str, Any]
+) -> None:
+    requests = random_requests([37, 333, 90, 210], 20, temperature=0.9, seed=5)
+    at_once = process.run(engine, requests, settings=DENSE)
+    chunked = process.run(engine | {"max_num_batched_tokens": 64}, requests, settings=DENSE)
+    assert chunked.tokens == at_once.tokens
+    assert_all_given_back(chunked)
+
+
 def test_a_sparse_request_gets_the_same_tokens_alone_and_among_others(
     process: EngineProcess, engine: dict[str, Any]
 ) -> None:

@@ -40,3 +40,14 @@ def test_every_setting_that_is_refused_is_documented() -> None:
     assert len(named) > 15
     document = (ROOT / "docs/limits.md").read_text()
     assert sorted(name for name in named if f"`{name}`" not in document) == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_test_named_exists(document: Path) -> None:
+    for path, name in re.findall(r"`(tests/[\w/.]+)::(\w+)`", document.read_text()):
+        assert re.search(rf"^(?:def {name}\(|{name} = )", (ROOT / path).read_text(), re.MULTILINE), f"{path}::{name}"
+
+
+def test_each_of_the_ten_invariants_has_a_test() -> None:
+    rows = re.findall(r"^\| (\d+)\. .*::test_", (ROOT / "docs/invariants.md").read_text(), re.MULTILINE)
+    assert rows == [str(number) for number in range(1, 11)]

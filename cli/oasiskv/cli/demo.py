@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from oasiskv.cli.client import Answer, ask, read_metrics
-from oasiskv.cli.launch import Launch, Request, check_port, environment, find_device, free_port, prepare
+from oasiskv.cli.launch import Launch, Request, check_port, environment, find_device, free_port, prepare, told_as
 from oasiskv.cli.offline import Offline
 from oasiskv.cli.serve import clock
 from oasiskv.cli.server import Server, stopped_by_sigterm
-from oasiskv.core.errors import ConfigError
+from oasiskv.core.errors import ConfigError, UnsupportedError
 from oasiskv.core.host_memory import size
 from oasiskv.core.needle import Needle, build_needle_prompt
 from oasiskv.engine.vllm.offline import Prompt
@@ -80,13 +80,18 @@ def run(args: argparse.Namespace) -> int:
     started, device = time.monotonic(), find_device()
     name = args.model or args.folder or "smollm2-135m"
     request = _request(name, args)
-    launch = prepare(request, device, _say)
+    with told_as("--context", "--max-model-len"):
+        launch = prepare(request, device, _say)
     if device != "cpu":
         # The server must leave room on the GPU, and the question needs no more than this.
         plan = launch.plan
         launch = prepare(replace(request, engine_bytes=plan.pools.default_engine_bytes(plan.config)), device, _say)
     check_port(request.host, request.port)
-    _say(f"Model: {launch.model.path} on {device}; both engines read {args.context:,} tokens, ours keeps an eighth.")
+    kept = launch.plan.config.budget_blocks * request.block_size
+    _say(
+        f"Model: {launch.model.path} on {device}; both engines read {args.context:,} tokens, "
+        f"ours keeps {kept:,} of them per KV head."
+    )
     question = make_question(launch, args.context, args.text)
     child = {**environment(device, 1, os.environ), "HF_HUB_OFFLINE": "1", "VLLM_HOST_IP": "127.0.0.1"}
     dense = Offline(_dense_engine(launch), [Prompt(token_ids=question.token_ids, max_tokens=ANSWER_TOKENS)], child)
@@ -123,27 +128,52 @@ def make_question(launch: Launch, num_tokens: int, path: Path | None) -> Questio
     """Hide the fact in a text and ask for it, in `num_tokens` tokens as the model sees them.
 
     Raises:
-        ConfigError: there is no such text.
+        ConfigError: there is no such text, or no tokenizer.
         InvalidRequestError: the text is too short.
+        UnsupportedError: the model is not one to chat with.
     """
-    from transformers import AutoTokenizer
-
-    try:
-        text = (path or find_text()).read_text()
-    except OSError as cause:
-        raise ConfigError(f"--text: expected a file, got {cause}") from cause
-    # Longer than the model can take is no mistake here: the whole text is cut to size.
-    tokenizer = AutoTokenizer.from_pretrained(launch.model.path, model_max_length=10**9)
+    text, tokenizer = read_text(path), load_tokenizer(launch.model.path)
+    if tokenizer.chat_template is None:
+        raise UnsupportedError("MODEL: expected a tokenizer with a chat template, got one without")
 
     def encode(content: str) -> list[int]:
         chat = [{"role": "user", "content": content}]
         return list(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False))
 
     needle = Needle()
-    content = build_needle_prompt(
-        text, needle, num_tokens=num_tokens, count_tokens=lambda content: len(encode(content))
-    )
+    with told_as("--context", "num_tokens"), told_as("--text", "text"):
+        content = build_needle_prompt(
+            text, needle, num_tokens=num_tokens, count_tokens=lambda content: len(encode(content))
+        )
     return Question(needle=needle, content=content, token_ids=encode(content))
+
+
+def read_text(path: Path | None) -> str:
+    """Read a text, the committed one where none is named.
+
+    Raises:
+        ConfigError: it is no text that can be read.
+    """
+    try:
+        return (path or find_text()).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as cause:
+        raise ConfigError(f"--text: expected a file of text, got {cause}") from cause
+
+
+def load_tokenizer(model: str) -> Any:
+    """Load the tokenizer of a model that was found.
+
+    Raises:
+        ConfigError: it has none that loads.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        # A text longer than the model can take is no mistake here: it is cut to size.
+        return AutoTokenizer.from_pretrained(model, model_max_length=10**9)
+    except (OSError, ValueError, KeyError) as cause:
+        reason = str(cause).strip().partition("\n")[0]
+        raise ConfigError(f"MODEL: expected a tokenizer beside the weights, got {reason}") from cause
 
 
 def find_text() -> Path:
@@ -197,7 +227,7 @@ def _request(name: str, args: argparse.Namespace) -> Request:
         max_model_len=-(-(args.context + ANSWER_TOKENS) // block_size) * block_size,
         max_num_seqs=2,
         host="127.0.0.1",
-        port=args.port if args.port is not None else free_port(),
+        port=args.port or free_port(),
         rest=["--served-model-name", "demo", "--disable-uvicorn-access-log"],
     )
 

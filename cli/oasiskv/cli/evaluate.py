@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from oasiskv.cli.demo import find_text
+from oasiskv.cli.demo import load_tokenizer, read_text
 from oasiskv.cli.doctor import installed_version
-from oasiskv.cli.launch import Launch, Request, environment, find_device, prepare
+from oasiskv.cli.launch import Launch, Request, environment, find_device, prepare, told_as
 from oasiskv.cli.offline import Offline, Results
 from oasiskv.core.errors import ConfigError, InvalidRequestError, UnsupportedError
 from oasiskv.engine.vllm.offline import Prompt
@@ -77,7 +77,8 @@ def run(args: argparse.Namespace) -> int:
         max_num_seqs=args.windows,
         block_size=block_size,
     )
-    launch = prepare(request, device, lambda line: print(line, file=sys.stderr))
+    with told_as("--context", "--max-model-len"), told_as("--windows", "--max-num-seqs"):
+        launch = prepare(request, device, lambda line: print(line, file=sys.stderr))
     prompts = make_windows(launch.model.path, args.text, args.context, args.steps, args.windows)
     for line in _circumstances():
         print(line)
@@ -103,16 +104,10 @@ def make_windows(model: str, path: Path | None, context: int, steps: int, window
     """Cut a text into prompts that are spread evenly over it.
 
     Raises:
-        ConfigError: there is no such text.
+        ConfigError: there is no such text, or no tokenizer.
         InvalidRequestError: it is too short for even one.
     """
-    from transformers import AutoTokenizer
-
-    try:
-        text = (path or find_text()).read_text()
-    except OSError as cause:
-        raise ConfigError(f"--text: expected a file, got {cause}") from cause
-    ids = list(AutoTokenizer.from_pretrained(model, model_max_length=10**9)(text).input_ids)
+    ids = list(load_tokenizer(model)(read_text(path)).input_ids)
     last = len(ids) - context - steps
     if last < 0:
         raise InvalidRequestError(f"--context: expected at most {len(ids) - steps} in this text, got {context}")

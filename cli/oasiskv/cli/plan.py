@@ -48,19 +48,25 @@ class ModelShape:
             ConfigError: There is no such dtype.
         """
         text = config.get("text_config", config)
-        try:
-            num_heads = text["num_attention_heads"]
-            num_layers, max_positions = text["num_hidden_layers"], text["max_position_embeddings"]
-            head_dim = text.get("head_dim") or text["hidden_size"] // num_heads
-        except KeyError as missing:
-            raise UnsupportedError(f"model: expected {missing} in its config.json, got none") from None
+        if not isinstance(text, Mapping):
+            raise UnsupportedError(f"model: expected text_config to be a mapping in its config.json, got {text!r}")
+
+        def number(name: str) -> int:
+            value = text.get(name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise UnsupportedError(f"model: expected {name} of at least 1 in its config.json, got {value!r}")
+            return value
+
+        num_heads, num_layers = number("num_attention_heads"), number("num_hidden_layers")
+        max_positions = number("max_position_embeddings")
+        head_dim = number("head_dim") if text.get("head_dim") else number("hidden_size") // num_heads
         if dtype == "auto":
             dtype = str(text.get("dtype") or text.get("torch_dtype") or "bfloat16").removeprefix("torch.")
         if dtype not in DTYPE_BYTES:
             raise ConfigError(f"--dtype: expected auto or one of {', '.join(DTYPE_BYTES)}, got {dtype}")
         return cls(
             num_layers=num_layers + num_draft_layers,
-            num_kv_heads=text.get("num_key_value_heads") or num_heads,
+            num_kv_heads=number("num_key_value_heads") if text.get("num_key_value_heads") else num_heads,
             head_dim=head_dim,
             dtype=dtype,
             max_positions=max_positions,

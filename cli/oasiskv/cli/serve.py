@@ -1,6 +1,7 @@
 """`oasiskv serve`: vLLM's OpenAI-compatible server with the backend on, planned and checked before anything loads."""
 
 import argparse
+import math
 import os
 import shlex
 import sys
@@ -59,15 +60,24 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def count(text: str) -> int:
-    """Read a number as vLLM does: `8k` is 8,000, `8K` is 8,192."""
+    """Read a number as vLLM does: `8k` is 8,000, `8K` is 8,192.
+
+    Raises:
+        ValueError: it is none.
+    """
     factor = _SUFFIXES.get(text[-1:], 1)
-    return int(float(text[:-1]) * factor) if factor > 1 else int(text)
+    if factor == 1:
+        return int(text)
+    number = float(text[:-1])
+    if not math.isfinite(number):
+        raise ValueError(text)
+    return int(number * factor)
 
 
 def request_of(args: argparse.Namespace) -> Request:
     """Read the command line."""
     space = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "")
-    from_environment = int(space) * 2**30 if space.isdigit() else None
+    from_environment = int(space) * 2**30 if space.isdecimal() and int(space) > 0 else None
     return Request(
         model=args.model,
         budget_tokens=args.budget_tokens,
@@ -82,7 +92,7 @@ def request_of(args: argparse.Namespace) -> Request:
         max_model_len=args.max_model_len,
         max_num_seqs=args.max_num_seqs,
         num_workers=args.tensor_parallel_size,
-        engine_bytes=args.kv_cache_memory_bytes or from_environment,
+        engine_bytes=from_environment if args.kv_cache_memory_bytes is None else args.kv_cache_memory_bytes,
         utilization=args.gpu_memory_utilization,
         rest=args.rest,
     )

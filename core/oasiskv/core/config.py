@@ -1,7 +1,7 @@
 """The settings of the lookahead backend, checked once; `engine.vllm.settings` reads them from vLLM's configuration."""
 
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from typing import Any, Literal, Self
 
@@ -120,6 +120,14 @@ class LookaheadConfig:
     def cap(self) -> int:
         """Blocks that a KV head may fetch per step."""
         return min(max(self.min_cap, int(self.fetch_ratio * self.budget_blocks)), self.budget_blocks)
+
+    def within(self, max_blocks: int) -> Self:
+        """Return the same with a budget of at most `max_blocks`, those of the longest request.
+
+        A larger budget means dense all the same, and shall take no memory for blocks that never come.
+        """
+        budget_blocks = min(self.budget_blocks, max_blocks)
+        return replace(self, budget_blocks=budget_blocks, sink_blocks=min(self.sink_blocks, budget_blocks - 1))
 
     @classmethod
     def from_mapping(cls, mapping: dict[str, Any]) -> Self:

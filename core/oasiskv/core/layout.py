@@ -36,10 +36,7 @@ class SparseLayout:
     @property
     def least_complete(self) -> int:
         """Fewest complete blocks with which a request may become sparse."""
-        num_complete = self.budget_blocks
-        while not self.may_switch(num_complete):
-            num_complete += 1
-        return num_complete
+        return -(-self.budget_blocks * self.rows_per_page // (self.rows_per_page - 1))
 
     def held_blocks(self, num_tokens: int, block_size: int) -> int:
         """Engine blocks of a sparse request with `num_tokens` in place: slots, pages and the active blocks."""

@@ -12,7 +12,7 @@ import pytest
 
 from oasiskv.cli import launch, main, serve
 from oasiskv.cli.launch import Launch, Request, environment, find_model, free_port, prepare, wants_own_log
-from oasiskv.core.errors import ConfigError
+from oasiskv.core.errors import ConfigError, UnsupportedError
 
 CONFIG = {
     "num_hidden_layers": 2,
@@ -245,7 +245,30 @@ def test_the_dry_run_prints_plan_and_command_without_importing_torch(folder: Pat
         (["serve", "nowhere"], "error: MODEL: expected a folder"),
         (["run", "nowhere"], "error: MODEL: expected a folder"),
         (["run", "{folder}", "--context", "100"], "error: --context: expected at least 256, got 100"),
-        (["run", "{folder}", "--context", "9000"], "error: --max-model-len: expected at most 4096"),
+        (["run", "{folder}", "--context", "9000"], "error: --context: expected at most 4096"),
+        (["run", "{folder}", "--context", "300"], "error: MODEL: expected a tokenizer beside the weights"),
+        (["run", "{folder}", "--context", "300", "--text", "/"], "error: --text: expected a file of text"),
+        (["run", "{folder}", "--context", "300", "--text", "{binary}"], "error: --text: expected a file of text"),
+        (["eval", "quick", "--model", "{folder}"], "error: --context: expected at most 4096"),
+        (["serve", "{folder}", "--port", "-1", "--dry-run"], "error: --port: expected 0 to 65535, got -1"),
+        (["serve", "{folder}", "--port", "65536", "--dry-run"], "error: --port: expected 0 to 65535, got 65536"),
+        (["serve", "{folder}", "--max-model-len", "infk"], "oasiskv serve: error: argument --max-model-len"),
+        (["serve", "{folder}", "--max-model-len", "5000"], "error: --max-model-len: expected at most 4096"),
+        (["serve", "{folder}", "--kv-cache-memory-bytes", "0"], "error: --kv-cache-memory-bytes: expected at least 1"),
+        (["serve", "{folder}", "--gpu-memory-utilization", "nan"], "error: --gpu-memory-utilization: expected more"),
+        (["serve", "{folder}", "--gpu-memory-utilization", "1.1"], "error: --gpu-memory-utilization: expected more"),
+        (["serve", "{folder}", "--drafter", "eagle3:/no"], "error: --drafter: expected a folder, one of"),
+        (["serve", "{folder}", "--set", "=1"], "error: --set: expected name=value, got '=1'"),
+        (
+            ["serve", "{folder}", "--budget-blocks", "9", "--set", "budget_blocks=8"],
+            "error: --set: expected budget_blocks once",
+        ),
+        (
+            ["serve", "{folder}", "--host-memory", "1GiB", "--set", "host_pool_bytes=8"],
+            "error: --set: expected host_pool_bytes once",
+        ),
+        (["serve", "{folder}", "--kv-transfer-config.kv_role", "kv_both"], "error: --kv-transfer-config: expected"),
+        (["serve", "{folder}", "-sc", "{{}}"], "error: -sc: expected it to be left to oasiskv serve; use --drafter"),
         (["eval", "quick", "--windows", "0"], "error: --windows: expected at least 1, got 0"),
         (["doctor", "--flag"], "oasiskv: error: unrecognized arguments: --flag"),
     ],
@@ -258,7 +281,8 @@ def test_bad_input_ends_with_code_2_and_one_line(
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()
-        values = {"folder": folder, "taken": taken.getsockname()[1]}
+        values = {"folder": folder, "taken": taken.getsockname()[1], "binary": folder / "binary"}
+        (folder / "binary").write_bytes(bytes([0xFF, 0xFE, 0x80]))
         code: object
         try:
             code = main.main([argument.format(**values) for argument in arguments])
@@ -266,6 +290,30 @@ def test_bad_input_ends_with_code_2_and_one_line(
             code = exit_.code
     assert code == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith(line.format(**values))
+
+
+def test_a_budget_beyond_the_longest_request_is_cut_to_it_and_planned_at_once(folder: Path) -> None:
+    launch = make(folder, budget_tokens=10**20)
+    assert launch.plan.config.budget_blocks == launch.plan.pools.longest_blocks == 257
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "[]",
+        "{",
+        '{"text_config": 3}',
+        json.dumps(CONFIG | {"num_hidden_layers": "two"}),
+        json.dumps(CONFIG | {"num_attention_heads": 0}),
+        json.dumps(CONFIG | {"head_dim": -64}),
+        json.dumps(CONFIG | {"max_position_embeddings": None}),
+        json.dumps(CONFIG | {"num_key_value_heads": 1.5}),
+    ],
+)
+def test_a_broken_config_json_is_refused_in_one_line(folder: Path, content: str) -> None:
+    (folder / "config.json").write_text(content)
+    with pytest.raises((ConfigError, UnsupportedError), match=r"^(MODEL|model): expected .*config\.json, got "):
+        make(folder)
 
 
 def test_the_parser_of_serve_takes_no_abbreviation() -> None:

@@ -4,6 +4,7 @@
 from vllm.v1.worker.cpu_worker import CPUWorker  # isort: skip
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from vllm.config import VllmConfig
@@ -20,7 +21,7 @@ from vllm.v1.kv_cache_interface import KVCacheSpec
 from oasiskv.engine.attention import AttentionGroups, attend, group_rows
 from oasiskv.engine.plan import StepPlan
 from oasiskv.engine.vllm.manager import LookaheadSpec
-from oasiskv.engine.vllm.worker import LookaheadWorker, WorkerBackend, current, is_planned
+from oasiskv.engine.vllm.worker import LookaheadWorker, WorkerBackend, current, is_planned, runner_is_v2
 
 
 @dataclass
@@ -164,6 +165,20 @@ class Worker(LookaheadWorker, CPUWorker):
     def attention_impl(self) -> type:
         """Return the attention class that every layer must have."""
         return LookaheadCPUImpl
+
+    def sample_tokens(self, *args: Any) -> Any:
+        """Sample; a prompt that is not all there yet draws nothing from its request's random numbers.
+
+        vLLM lets it draw and then winds the generator back, which a CPU's cannot: the engine would die of it.
+        """
+        if runner_is_v2(self):
+            return super().sample_tokens(*args)
+        batch = self.model_runner.input_batch
+        is_partial = self.model_runner.discard_request_mask.np[: batch.num_reqs]
+        kept = {row: batch.generators.pop(row) for row in list(batch.generators) if is_partial[row]}
+        output = super().sample_tokens(*args)
+        batch.generators.update(kept)
+        return output
 
 
 def _backend() -> WorkerBackend:

@@ -1,6 +1,6 @@
 """What vLLM's configuration says about the backend: whether it is on, its settings, and what it refuses."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from vllm.config import VllmConfig
 from vllm.utils.math_utils import cdiv
@@ -22,16 +22,13 @@ def is_enabled(vllm_config: VllmConfig) -> bool:
 def load(vllm_config: VllmConfig) -> LookaheadConfig:
     """Read the backend's settings from `kv_connector_extra_config`.
 
-    A budget beyond the longest request is cut to it: it means dense, and shall not take device memory.
-
     Raises:
         ConfigError: a setting is unknown or out of range.
     """
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None
     config = LookaheadConfig.from_mapping(dict(transfer.kv_connector_extra_config))
-    budget_blocks = min(config.budget_blocks, max_blocks(vllm_config))
-    return replace(config, budget_blocks=budget_blocks, sink_blocks=min(config.sink_blocks, budget_blocks - 1))
+    return config.within(max_blocks(vllm_config))
 
 
 def sparse_layout(config: LookaheadConfig, block_size: int) -> SparseLayout:
