@@ -44,7 +44,6 @@ def start(args: argparse.Namespace) -> Any:
         skip_tokenizer_init=True,
         dtype="bfloat16",
         block_size=16,
-        disable_cascade_attn=True,
         enable_prefix_caching=False,
         max_model_len=args.context + 512,
         max_num_seqs=most,

@@ -202,7 +202,7 @@ def table(
     yield row(f"the fact ({needle.number})", found(ours), found(reference))
     yield row("context, tokens", f"{len(question.token_ids):,}", f"{len(question.token_ids):,}")
     yield row("engine blocks held", f"{held:,.0f}", f"{dense:,.0f}")
-    yield row("first token, s", f"{ours.first_token_s:.1f}", f"{reference.first_token_s:.1f}")
+    yield row("first token, s", f"{ours.first_token_s:.2f}", f"{reference.first_token_s:.2f}")
     yield row("then tokens/s", f"{ours.tokens_per_s:.1f}", f"{reference.tokens_per_s:.1f}")
     yield ""
     yield f"stock vLLM answered: {reference.text.strip()}"

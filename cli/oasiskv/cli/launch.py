@@ -389,7 +389,8 @@ def _arguments(request: Request, plan: Plan, device: str, drafter: dict[str, Any
         arguments += ["--kv-cache-memory-bytes", str(plan.engine_bytes)]
     if request.utilization != DEFAULT_UTILIZATION:
         arguments += ["--gpu-memory-utilization", str(request.utilization)]
-    arguments += ["--enforce-eager"] if device == "cpu" else ["--disable-cascade-attn"]
+    if device == "cpu":
+        arguments.append("--enforce-eager")
     arguments += ["--worker-cls", WORKERS[device], "--kv-transfer-config", json.dumps(_transfer_config(plan.config))]
     if drafter is not None:
         arguments += ["--speculative-config", json.dumps(drafter)]

@@ -48,6 +48,7 @@ class LogReader:
         self._usage: str | None = None
         self._first: str | None = None
         self._in_validation = False
+        self._last_progress: str | None = None
 
     @property
     def cause(self) -> str | None:
@@ -67,7 +68,9 @@ class LogReader:
             return "ready"
         for pattern, words in _PROGRESS:
             if (found := pattern.match(text)) is not None:
-                return words.format(*found.groups())
+                last, self._last_progress = self._last_progress, words.format(*found.groups())
+                # A progress bar is a line for each of its states.
+                return self._last_progress if self._last_progress != last else None
         return None
 
     def _look_for_cause(self, text: str) -> None:

@@ -32,7 +32,7 @@ def lines(tmp_path: Path, ours: str) -> list[str]:
     launch = prepare(Request(model=str(tmp_path)), "cpu", print)
     question = Question(needle=Needle(), content="", token_ids=list(range(6200)))
     sparse = Reply(text=ours, first_token_s=10.0, tokens_per_s=3.0)
-    dense = Reply(text="It is 48213.", first_token_s=10.0, tokens_per_s=4.0)
+    dense = Reply(text="It is 48213.", first_token_s=0.04, tokens_per_s=4.0)
     counts = {f"oasiskv_{name}_total": value for name, value in COUNTS.items()}
     return list(table(launch, question, sparse, dense, counts))
 
@@ -42,6 +42,7 @@ def test_the_table_has_every_number_of_both_engines(tmp_path: Path) -> None:
     words = [line.split() for line in found]
     assert ["the", "fact", "(48213)", "found", "found"] in words
     assert ["engine", "blocks", "held", "75", "390"] in words
+    assert ["first", "token,", "s", "10.00", "0.04"] in words
     assert ["then", "tokens/s", "3.0", "4.0"] in words
     text = "\n".join(found)
     assert "blocks predicted 100 = hit 70 + fetched 20 + deferred 10, over 12 sparse steps" in text

@@ -60,7 +60,7 @@ def test_the_defaults_fit_the_model_and_the_device(folder: Path) -> None:
     cuda = make(folder, "cuda")
     assert flag(cuda, "--worker-cls") == "oasiskv.engine.vllm.cuda.Worker"
     assert flag(cuda, "--max-num-seqs") == "256"
-    assert "--disable-cascade-attn" in cuda.arguments
+    assert "--enforce-eager" not in cuda.arguments
     assert "--kv-cache-memory-bytes" not in cuda.arguments
 
 

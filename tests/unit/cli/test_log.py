@@ -43,6 +43,17 @@ def test_only_progress_is_shown_while_loading(line: str, shown: str | None) -> N
     assert LogReader().read(line) == shown
 
 
+def test_a_progress_bar_is_shown_once() -> None:
+    reader = LogReader()
+    bar = [f"Capturing CUDA graphs ({kind}): {share}%|" for kind in ("PIECEWISE", "FULL") for share in (0, 40, 100)]
+    assert [reader.read(line) for line in bar] == ["capturing CUDA graphs"] + [None] * 5
+    loading = "(Worker pid=7) INFO 11-30 00:00:01 [m.py:68] Starting to load model /m..."
+    drafter = "(Worker pid=7) INFO 11-30 00:00:09 [m.py:68] Starting to load model /d..."
+    graphs = "Capturing CUDA graphs (FULL): 0%|"
+    shown = ["loading the weights", "capturing CUDA graphs", "loading the weights"]
+    assert [reader.read(line) for line in (loading, graphs, drafter)] == shown
+
+
 def test_everything_with_a_level_is_shown_once_ready() -> None:
     reader = read_all("(APIServer pid=9) INFO:     Application startup complete.")
     assert reader.is_ready.is_set()

@@ -147,7 +147,6 @@ def check(vllm_config: VllmConfig) -> None:
         _Rule(parallel.worker_cls != worker, "--worker-cls", worker, parallel.worker_cls),
         _Rule(transfer.kv_role != "kv_both", "kv_transfer_config.kv_role", "kv_both", transfer.kv_role),
         _Rule(not scheduler.scheduler_reserve_full_isl, "--scheduler-reserve-full-isl", "on", "off"),
-        _Rule(not model.disable_cascade_attn and worker == WORKERS["cuda"], "--disable-cascade-attn", "on", "off"),
     ]
     for rule in wrong:
         if rule.is_broken:
