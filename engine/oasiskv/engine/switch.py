@@ -39,7 +39,8 @@ def switch_layer(
     """
     device, num_complete = kv_cache.device, len(block_ids)
     num_heads, budget = resident.shape
-    pages = torch.arange(len(page_ids), dtype=torch.int32, device=device)
+    # As many pages as the longest request has: predict is compiled for their number.
+    pages = torch.arange(len(staging), dtype=torch.int32, device=device)
     summarize(kv_cache, block_ids, staging, pages, 0, layout)
     blocks = torch.empty(1, num_heads, budget, dtype=torch.int32, device=device)
     scores = torch.empty(1, num_heads, budget, dtype=torch.float32, device=device)

@@ -7,7 +7,7 @@ import triton.language as tl
 from oasiskv.kernels.rows import FRESH, Counter, Row, SummaryLayout
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["layer"])
 def _complete(
     kv_cache,
     units,

@@ -48,7 +48,7 @@ def _find(
     return is_planned, (host * num_layers + layer) * H + pair % H, engine * H + pair % H
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["layer", "num_pairs", "num_entries"])
 def _transfer(
     units, kv_cache, plan, rows, host_table, host_stride, slot_ids, slot_stride, found, layer, num_layers, num_pairs,
     num_entries, H: tl.constexpr, C: tl.constexpr, WORDS: tl.constexpr, SPAN: tl.constexpr, LANES: tl.constexpr,
@@ -81,7 +81,9 @@ def _transfer(
         tl.store(kv_cache + (unit & 0x7FFFFFFF) * WORDS + word, content, mask=inside)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["layer", "num_entries"], do_not_specialize_on_alignment=["block_ids", "host_ids"]
+)
 def _store(
     kv_cache,
     block_ids,
