@@ -10,9 +10,7 @@ _TILE_BYTES = 16384
 """Keys that one program reads; enough in flight per program, small enough that few blocks still spread over the SMs."""
 
 
-@triton.jit(
-    do_not_specialize=["first_block", "num_blocks"], do_not_specialize_on_alignment=["block_ids", "page_ids"]
-)
+@triton.jit(do_not_specialize=["first_block", "num_blocks"], do_not_specialize_on_alignment=["block_ids", "page_ids"])
 def _summarize(
     kv_cache,
     block_ids,

@@ -81,9 +81,7 @@ def _transfer(
         tl.store(kv_cache + (unit & 0x7FFFFFFF) * WORDS + word, content, mask=inside)
 
 
-@triton.jit(
-    do_not_specialize=["layer", "num_entries"], do_not_specialize_on_alignment=["block_ids", "host_ids"]
-)
+@triton.jit(do_not_specialize=["layer", "num_entries"], do_not_specialize_on_alignment=["block_ids", "host_ids"])
 def _store(
     kv_cache,
     block_ids,
