@@ -32,7 +32,7 @@ PY := .venv/bin/python
 READY := .venv/ready
 endif
 
-.PHONY: help install check test soak protos bench run clean
+.PHONY: help install redis check test soak protos bench run clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -75,6 +75,12 @@ build/metadata/ready: pyproject.toml
 	@rm -rf build/metadata
 	@$(PY) -c "$$WRITE_METADATA"
 	@touch $@
+
+redis: ## install Debian's redis-server, which the tests of the directory start; they are skipped without it
+	@command -v redis-server >/dev/null || { \
+		if [ "$$(id -u)" = 0 ]; then apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends redis-server; \
+		else echo 'error: redis-server is not installed, and this user may not install it. Ask for the Debian package redis-server' \
+			'(sudo make redis), or go on without it: the tests of the directory are skipped then.' >&2; exit 1; fi; }
 
 check: $(READY) ## everything that needs no test run: lint, format, types, layers, spelling, layout
 	$(PY) -m ruff check .

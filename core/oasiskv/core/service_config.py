@@ -1,7 +1,7 @@
 """The settings of the prefill and decode services: one TOML file, which the staging service reads too.
 
 Each service takes the tables that concern it, so one file can be given to all of them. `[staging]`, `[leases]`,
-`[server]` and `[disk]` are the staging service's own and are not looked at here.
+`[server]`, `[disk]` and `[directory]` are the staging service's own and are not looked at here.
 """
 
 import tomllib
@@ -26,7 +26,9 @@ OWNED_ARGUMENTS = {
 }
 """Arguments of vLLM that the services set themselves, and the setting that says what they become."""
 
-TABLES = frozenset({"engine", "fingerprint", "prefill", "decode", "tls", "staging", "leases", "server", "disk"})
+TABLES = frozenset(
+    {"engine", "fingerprint", "prefill", "decode", "tls", "staging", "leases", "server", "disk", "directory"}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,8 +4,10 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Self
@@ -69,6 +71,7 @@ class Server:
         path.write_text(CONFIG % (setting, tables))
         command = [sys.executable, "-m", "oasiskv.services.staging", "--config", str(path)]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        self.folder = folder
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if "listens on port" not in line:
@@ -161,6 +164,11 @@ class Peer:
         request = pb.LocateRequest(peer_id=self.peer_id, block_keys=keys)
         return list((await self.client.call(self.client.stub.Locate, request)).tiers)
 
+    async def find(self, *keys: bytes) -> tuple[dict[str, int], bool]:
+        """Return the prefix that each address holds, and whether the directory answered."""
+        found: pb.FindResponse = await self.client.call(self.client.stub.Find, pb.FindRequest(block_keys=keys))
+        return {holder.address: holder.num_prefix_blocks for holder in found.holders}, found.is_complete
+
     async def describe(self, lease_id: str) -> list[pb.BlockDescriptor]:
         """Return the descriptors of all blocks of a lease."""
         request = pb.FetchDescriptorsRequest(peer_id=self.peer_id, lease_id=lease_id)
@@ -209,6 +217,47 @@ def random_blocks(seed: int, *keys: bytes) -> dict[bytes, NDArray[np.uint8]]:
     """Return blocks with random bytes."""
     data = np.random.default_rng(seed).integers(0, 256, (len(keys), NUM_PARTS, PART_BYTES), np.uint8)
     return dict(zip(keys, data, strict=True))
+
+
+class RedisServer:
+    """A Redis of its own, started anew as often as a test likes."""
+
+    def __init__(self, folder: Path) -> None:
+        """Take a free port; nothing runs before `start`."""
+        self._folder = folder
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            self.port: int = probe.getsockname()[1]
+        self.url = f"redis://127.0.0.1:{self.port}/0"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start with the dump of an earlier run, if that saved one, and wait until it answers."""
+        command = ["redis-server", "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+        self._process = subprocess.Popen([*command, "--dir", str(self._folder)], stdout=subprocess.DEVNULL)
+        for _ in range(400):
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=5):
+                self.ask("PING")
+                return
+            time.sleep(0.05)
+        raise AssertionError("redis-server did not start")
+
+    def ask(self, command: str) -> bytes:
+        """Send one command and return the answer as it is on the wire."""
+        with socket.create_connection(("127.0.0.1", self.port), timeout=10) as connection:
+            connection.sendall(f"{command}\r\n".encode())
+            return connection.recv(4096)
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the process."""
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    def stop(self) -> None:
+        """Kill it; nothing is saved."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
 
 
 def disk_table(folder: Path, num_slots: int) -> str:

@@ -26,6 +26,9 @@ address = "127.0.0.1:0"
 [disk]
 folder = "/var/lib/oasiskv"
 max_bytes = 100_000
+[directory]
+url = "redis://user:secret@localhost:6379/0"
+address = "staging-0:7411"
 """
 
 
@@ -64,6 +67,10 @@ def test_the_number_of_blocks_follows_from_the_bytes_of_the_pool() -> None:
         ("max_bytes = 100_000", "", "disk: .*max_bytes"),
         ('folder = "/var/lib/oasiskv"', "folder = 5", "disk.folder"),
         ("max_bytes = 100_000", "max_byte = 1", "disk.max_byte"),
+        ("redis://", "http://", "directory.url"),
+        ('address = "staging-0:7411"', 'address = "staging-0"', "directory.address"),
+        ('address = "staging-0:7411"', "", "directory: .*address"),
+        ("[directory]", "[directory]\ntimeout_s = 0", "directory.timeout_s"),
         ("[server]", "[tls]\nkey = 'a'\n[server]", "tls: .*certificate"),
     ],
 )
@@ -79,6 +86,12 @@ def test_a_file_for_all_services_is_accepted() -> None:
     config = read_config(example)
     assert config.server.address == "0.0.0.0:7411"
     assert config.staging.fingerprint.num_layers == 36
+
+
+def test_a_password_is_not_repeated_in_a_message() -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_config(TEXT.replace("redis://", "http://"))
+    assert "secret" not in str(caught.value)
 
 
 def test_a_pool_beyond_the_limit_is_refused_before_any_memory_is_taken() -> None:

@@ -18,6 +18,7 @@ from oasiskv.core.lease_limits import LeaseConfig
 from oasiskv.core.service_config import TABLES, TlsConfig, build
 from oasiskv.services.rpc.server import MESSAGE_OVERHEAD_BYTES, RpcServer, ServerConfig
 from oasiskv.services.staging.data_plane import DataPlane
+from oasiskv.services.staging.directory import DirectoryConfig
 from oasiskv.services.staging.disk_file import DiskConfig, DiskFile
 from oasiskv.services.staging.fabric import choose
 from oasiskv.services.staging.memory import MemorySocket, StagingMemory
@@ -31,9 +32,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessConfig:
-    """What the configuration file says: tables `staging`, `fingerprint`, `server`; also `leases`, `disk`, `tls`.
+    """What the configuration file says: tables `staging`, `fingerprint`, `server`; also those of optional parts.
 
-    A file for all services has tables for the others too, which are passed over here.
+    These are `leases`, `disk`, `directory` and `tls`. A file for all services has tables for the others too, which are
+    passed over here.
     """
 
     staging: StagingConfig
@@ -78,6 +80,7 @@ def read_config(text: str) -> ProcessConfig:
     )
     tls = build(TlsConfig, "tls", {k: Path(v) for k, v in tables["tls"].items()}) if "tls" in tables else None
     disk = build(DiskConfig, "disk", tables["disk"]) if "disk" in tables else None
+    directory = build(DirectoryConfig, "directory", tables["directory"]) if "directory" in tables else None
     # A part and its fields must fit into a message; others are small.
     message_bytes = max(4 * 2**20, fingerprint.part_bytes + MESSAGE_OVERHEAD_BYTES)
     listen = dict(tables.get("server", {}))
@@ -87,7 +90,9 @@ def read_config(text: str) -> ProcessConfig:
         listen["address"] = staging.pop("address")
     server = build(ServerConfig, "server", listen, tls=tls, max_message_bytes=message_bytes)
     return ProcessConfig(
-        staging=build(StagingConfig, "staging", staging, fingerprint=fingerprint, leases=leases, disk=disk),
+        staging=build(
+            StagingConfig, "staging", staging, fingerprint=fingerprint, leases=leases, disk=disk, directory=directory
+        ),
         server=server,
         **process,
     )
@@ -131,6 +136,8 @@ async def run(config: ProcessConfig) -> None:
             (StagingCollector(service, transport.name),),
         )
         resources.push_async_callback(server.stop, grace_s=1.0)
+        resources.push_async_callback(service.directory.stop)
+        await service.directory.start()
         print(f"oasiskv staging listens on port {server.port}", flush=True)
         await stopping.get()
         await server.set_serving(False)

@@ -76,6 +76,17 @@ class StagingCollector(Collector):
             ("draining", "1 if new work is refused", int(service.is_draining)),
         ):
             yield GaugeMetricFamily(f"oasiskv_staging_{name}", text, value)
+        directory = service.directory
+        if service.config.directory is not None:
+            yield GaugeMetricFamily(
+                "oasiskv_staging_directory_connected", "1 if Redis answered the last time", int(directory.is_connected)
+            )
+            yield CounterMetricFamily(
+                "oasiskv_staging_directory_failures", "Times that Redis did not answer", directory.num_failures
+            )
+            yield CounterMetricFamily(
+                "oasiskv_staging_directory_rebuilds", "Times that the whole index was written", directory.num_rebuilds
+            )
         yield CounterMetricFamily(
             "oasiskv_staging_expired_leases", "Leases and handles that ended by time", counts.num_expired_total
         )

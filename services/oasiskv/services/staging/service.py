@@ -24,6 +24,7 @@ from oasiskv.core.lease_limits import MAX_KEY_BYTES, LeaseConfig
 from oasiskv.core.tiers import BlockStatus, Tier, Tiers
 from oasiskv.services.checksums import checksum, checksums
 from oasiskv.services.staging.changes import ChangeLog
+from oasiskv.services.staging.directory import Directory, DirectoryConfig, ServiceLoad
 from oasiskv.services.staging.disk_file import DiskConfig, DiskFile
 from oasiskv.services.staging.disk_tier import DISK_ERRORS, DiskTier
 from oasiskv.services.staging.fabric import TRANSPORTS
@@ -70,6 +71,9 @@ class StagingConfig:
     """`never` for small pages, auto for huge ones where the kernel has enough set aside."""
     disk: DiskConfig | None = None
     """The SSD tier; None to hold blocks in memory only."""
+
+    directory: DirectoryConfig | None = None
+    """Where other staging services are known; None to know of this one only."""
 
     def __post_init__(self) -> None:
         """Check the fields together.
@@ -178,6 +182,9 @@ class StagingService:
         )
         self.leases = self.tiers.leases
         self.disk_tier = DiskTier(config.disk, disk_file, self.tiers, memory) if config.disk and disk_file else None
+        self.directory = Directory(
+            config.directory, config.fingerprint, self.epoch, self.changes, self.tiers.is_held, self._load
+        )
         self._access: dict[str, Access] = {}
 
     def register_peer(self, fingerprint: Fingerprint, name: str, access: Access) -> str:
@@ -411,6 +418,14 @@ class StagingService:
         self.is_draining = True
         self.leases.expire()
         return self.leases.counts().num_leases
+
+    def _load(self) -> ServiceLoad:
+        return ServiceLoad(
+            num_blocks=self.config.leases.num_blocks,
+            num_free_blocks=self.leases.num_free,
+            num_leases=self.leases.counts().num_leases,
+            is_draining=self.is_draining,
+        )
 
     def _refuse_if_draining(self) -> None:
         if self.is_draining:

@@ -13,7 +13,7 @@ from oasiskv.core.tiers import BlockStatus, Tier
 from oasiskv.protos.staging.v1 import staging_pb2 as pb
 from oasiskv.protos.staging.v1 import staging_pb2_grpc
 from oasiskv.services.staging.data_plane import DataPlane, until_ended
-from oasiskv.services.staging.service import Access, Part, PartRange, SealRequest, StagingService
+from oasiskv.services.staging.service import Access, Part, PartRange, SealRequest, StagingService, check_keys
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Staging"].full_name
 UNLIMITED = frozenset({f"/{SERVICE_NAME}/Watch", f"/{SERVICE_NAME}/Attach"})
@@ -168,6 +168,25 @@ class StagingServicer(staging_pb2_grpc.StagingServicer):
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
         return pb.DrainResponse(num_leases=self._service.drain())
+
+    async def Find(self, request: pb.FindRequest, context: Context) -> pb.FindResponse:
+        check_keys(request.block_keys)
+        holders, is_complete = await self._service.directory.find(request.block_keys)
+        return pb.FindResponse(
+            holders=[
+                pb.Holder(
+                    service_id=holder.service_id,
+                    address=holder.address,
+                    num_prefix_blocks=holder.num_prefix_blocks,
+                    num_blocks=holder.load.num_blocks,
+                    num_free_blocks=holder.load.num_free_blocks,
+                    num_leases=holder.load.num_leases,
+                    is_draining=holder.load.is_draining,
+                )
+                for holder in holders
+            ],
+            is_complete=is_complete,
+        )
 
     async def Stats(self, request: pb.StatsRequest, context: Context) -> pb.StatsResponse:
         self._leases.expire()

@@ -360,6 +360,38 @@ class DrainResponse(_message.Message):
     num_leases: int
     def __init__(self, num_leases: _Optional[int] = ...) -> None: ...
 
+class FindRequest(_message.Message):
+    __slots__ = ("block_keys",)
+    BLOCK_KEYS_FIELD_NUMBER: _ClassVar[int]
+    block_keys: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, block_keys: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class FindResponse(_message.Message):
+    __slots__ = ("holders", "is_complete")
+    HOLDERS_FIELD_NUMBER: _ClassVar[int]
+    IS_COMPLETE_FIELD_NUMBER: _ClassVar[int]
+    holders: _containers.RepeatedCompositeFieldContainer[Holder]
+    is_complete: bool
+    def __init__(self, holders: _Optional[_Iterable[_Union[Holder, _Mapping]]] = ..., is_complete: _Optional[bool] = ...) -> None: ...
+
+class Holder(_message.Message):
+    __slots__ = ("service_id", "address", "num_prefix_blocks", "num_blocks", "num_free_blocks", "num_leases", "is_draining")
+    SERVICE_ID_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREFIX_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_LEASES_FIELD_NUMBER: _ClassVar[int]
+    IS_DRAINING_FIELD_NUMBER: _ClassVar[int]
+    service_id: str
+    address: str
+    num_prefix_blocks: int
+    num_blocks: int
+    num_free_blocks: int
+    num_leases: int
+    is_draining: bool
+    def __init__(self, service_id: _Optional[str] = ..., address: _Optional[str] = ..., num_prefix_blocks: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_leases: _Optional[int] = ..., is_draining: _Optional[bool] = ...) -> None: ...
+
 class StatsRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

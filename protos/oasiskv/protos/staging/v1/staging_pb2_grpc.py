@@ -95,6 +95,11 @@ class StagingStub:
                 request_serializer=oasiskv_dot_protos_dot_staging_dot_v1_dot_staging__pb2.DrainRequest.SerializeToString,
                 response_deserializer=oasiskv_dot_protos_dot_staging_dot_v1_dot_staging__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.Find = channel.unary_unary(
+                '/oasiskv.staging.v1.Staging/Find',
+                request_serializer=oasiskv_dot_protos_dot_staging_dot_v1_dot_staging__pb2.FindRequest.SerializeToString,
+                response_deserializer=oasiskv_dot_protos_dot_staging_dot_v1_dot_staging__pb2.FindResponse.FromString,
+                _registered_method=True)
         self.Stats = channel.unary_unary(
                 '/oasiskv.staging.v1.Staging/Stats',
                 request_serializer=oasiskv_dot_protos_dot_staging_dot_v1_dot_staging__pb2.StatsRequest.SerializeToString,
@@ -207,6 +212,14 @@ class StagingServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Find(self, request, context):
+        """Which staging services hold the first of some blocks, by the directory. Never fails because the directory is away: the
+        answer then tells of this service alone.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Stats(self, request, context):
         """Counts of this moment.
         """
@@ -292,6 +305,11 @@ def add_StagingServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=oasiskv_dot_protos_dot_staging_dot_v1_dot_staging__pb2.DrainRequest.FromString,
                     response_serializer=oasiskv_dot_protos_dot_staging_dot_v1_dot_staging__pb2.DrainResponse.SerializeToString,
+            ),
+            'Find': grpc.unary_unary_rpc_method_handler(
+                    servicer.Find,
+                    request_deserializer=oasiskv_dot_protos_dot_staging_dot_v1_dot_staging__pb2.FindRequest.FromString,
+                    response_serializer=oasiskv_dot_protos_dot_staging_dot_v1_dot_staging__pb2.FindResponse.SerializeToString,
             ),
             'Stats': grpc.unary_unary_rpc_method_handler(
                     servicer.Stats,
@@ -634,6 +652,33 @@ class Staging:
             '/oasiskv.staging.v1.Staging/Drain',
             oasiskv_dot_protos_dot_staging_dot_v1_dot_staging__pb2.DrainRequest.SerializeToString,
             oasiskv_dot_protos_dot_staging_dot_v1_dot_staging__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Find(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/oasiskv.staging.v1.Staging/Find',
+            oasiskv_dot_protos_dot_staging_dot_v1_dot_staging__pb2.FindRequest.SerializeToString,
+            oasiskv_dot_protos_dot_staging_dot_v1_dot_staging__pb2.FindResponse.FromString,
             options,
             channel_credentials,
             insecure,
