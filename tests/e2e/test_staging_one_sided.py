@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,8 @@ from oasiskv.core.fingerprint import Fingerprint
 from oasiskv.protos.staging.v1 import staging_pb2 as pb
 from oasiskv.protos.staging.v1 import staging_pb2_grpc
 from oasiskv.services import nixl
-from oasiskv.services.clients.session import BlockStatus, Lease, SessionConfig, StagingSession
+from oasiskv.services.clients.session import FetchStatus, Lease, SessionConfig, StagingSession
+from oasiskv.services.rpc.testing import make_certificate, tls_files
 from oasiskv.services.staging.process import StagingProcess
 
 # A pool of 32 MiB: a transfer of all of it takes long enough to be interrupted.
@@ -139,7 +140,7 @@ def test_what_goes_in_by_one_way_comes_out_the_same_by_every_way(server: Staging
                 lease = reader.lease([*keys(f"w-{writing}", 24), b"absent"]).result()
                 assert lease.num_blocks == 24
                 statuses, out = fetch(reader, lease, 24)
-                assert statuses == [BlockStatus.OK] * 24
+                assert statuses == [FetchStatus.OK] * 24
                 np.testing.assert_array_equal(out, data)
                 assert reader.num_retried_blocks == 0
 
@@ -225,6 +226,30 @@ def test_a_session_without_nixl_says_why_and_uses_streams(
         nixl.load.cache_clear()
 
 
+def test_with_certificates_bytes_go_by_stream_unless_a_transport_is_named(tmp_path: Path) -> None:
+    authority = make_certificate(tmp_path, "authority")
+    for name, days in (("server", 1), ("peer", 1), ("expired", -1)):
+        make_certificate(tmp_path, name, authority, days)
+    make_certificate(tmp_path, "stranger", make_certificate(tmp_path, "other"))
+    tls = {name: str(path) for name, path in asdict(tls_files(tmp_path, "server")).items()}
+    data = random_blocks(19, 4)
+    for settings, way, why in (
+        ({"locality": "remote"}, "stream", "calls use TLS"),
+        ({"locality": "remote", "transport": "tcp"}, "one-sided", "over tcp"),
+    ):
+        with StagingProcess(tmp_path, SHAPE, NUM_BLOCKS, staging=settings, tls=tls) as server:
+            config = SessionConfig(address=server.address, fingerprint=SHAPE, name="tls", may_write=True, timeout_s=5.0)
+            with StagingSession(replace(config, tls=tls_files(tmp_path, "peer"))) as peer:
+                assert peer.path == way
+                assert why in peer.path_reason
+                statuses, out = fetch(peer, stage(peer, "c", data), 4)
+                assert not any(statuses)
+                np.testing.assert_array_equal(out, data)
+            for refused in (None, tls_files(tmp_path, "expired"), tls_files(tmp_path, "stranger")):
+                with pytest.raises(PeerUnavailableError):
+                    StagingSession(replace(config, tls=refused))
+
+
 def test_a_peer_for_streams_cannot_attach(server: StagingProcess) -> None:
     import grpc
 
@@ -289,11 +314,11 @@ def test_a_service_that_is_killed_in_the_middle_is_told_for_each_block(tmp_path:
             reading = peer.fetch(lease, range(NUM_BLOCKS), 0, out)
             server.stop(signal.SIGKILL)
             statuses = reading.result()
-            right = statuses == BlockStatus.OK
-            assert set(statuses.tolist()) <= {BlockStatus.OK, BlockStatus.UNAVAILABLE}
+            right = statuses == FetchStatus.OK
+            assert set(statuses.tolist()) <= {FetchStatus.OK, FetchStatus.UNAVAILABLE}
             np.testing.assert_array_equal(out[right], data[right])
             again = peer.fetch(lease, range(NUM_BLOCKS), 0, out).result()
-            assert again.tolist() == [BlockStatus.UNAVAILABLE] * NUM_BLOCKS
+            assert again.tolist() == [FetchStatus.UNAVAILABLE] * NUM_BLOCKS
             with pytest.raises(PeerUnavailableError):
                 peer.put(lease, [0], 0, out[:1]).result()
             assert peer.path == "stream"
@@ -324,7 +349,7 @@ def test_when_the_agent_is_killed_streams_take_over_and_a_new_session_gets_a_new
 @pytest.mark.parametrize("way", WAYS)
 def test_a_block_whose_bytes_were_changed_is_corrupt_and_the_others_are_right(server: StagingProcess, way: str) -> None:
     data = random_blocks(9, 6)
-    expected = [0, 0, BlockStatus.CORRUPT, 0, BlockStatus.CORRUPT, 0]
+    expected = [0, 0, FetchStatus.CORRUPT, 0, FetchStatus.CORRUPT, 0]
     with session(server, "mapped", may_write=True) as vandal, session(server, way) as reader:
         before = stats(server).num_corrupt_blocks_total
         lease = stage(vandal, f"c-{way}", data)
@@ -370,10 +395,10 @@ def test_blocks_that_change_under_the_reader_are_lost_and_never_wrong(server: St
         reading = [reader.fetch(lease, range(NUM_BLOCKS), 0, out[:])]
         new = stage(writer, f"u-{way}", random_blocks(12, NUM_BLOCKS))
         first = reading[0].result()
-        right = first == BlockStatus.OK
-        assert set(first.tolist()) <= {BlockStatus.OK, BlockStatus.LOST}
+        right = first == FetchStatus.OK
+        assert set(first.tolist()) <= {FetchStatus.OK, FetchStatus.LOST}
         np.testing.assert_array_equal(out[right], old[right])
-        assert reader.fetch(lease, range(NUM_BLOCKS), 0, out).result().tolist() == [BlockStatus.LOST] * NUM_BLOCKS
+        assert reader.fetch(lease, range(NUM_BLOCKS), 0, out).result().tolist() == [FetchStatus.LOST] * NUM_BLOCKS
         writer.release(new)
 
 
@@ -468,15 +493,15 @@ def test_the_tier_is_measured_by_the_paths_that_are_asked_for(
     assert main(["bench", "staging", "--paths", "UCX fog", "--out", str(tmp_path)]) == 2
     assert "error: paths: expected one of mapped, UCX shared memory" in capsys.readouterr().err
     arguments = ["--pool-bytes", str(2**24), "--repeats", "1", "--block-sizes", "16", "--out", str(tmp_path)]
-    assert main(["bench", "staging", *arguments, "--paths", "mapped", "UCX TCP"]) == 0
+    assert main(["bench", "staging", *arguments, "--paths", "UCX TCP", "SSD"]) == 0
     (path,) = tmp_path.iterdir()
     found = json.loads(path.read_text())
     assert found["command"].startswith("oasiskv bench staging")
     rows = found["results"]
-    assert {row["path"] for row in rows} == {"mapped", "UCX TCP", "calls, 1000 leases"}
+    assert {row["path"] for row in rows} == {"UCX TCP", "SSD", "calls, 1000 leases"}
     assert {row["part_KiB"] for row in rows if "part_KiB" in row} == {64}
     compared = [row for row in rows if row["op"] in ("read", "write") and row["bytes"] != "one part"]
-    assert len(compared) == 2 * 4
+    assert len(compared) == 4 + 2
     assert all(row["gb_per_s"] > 0 and row["share"] > 0 for row in compared)
     assert [row["op"] for row in rows if "p99_ms" in row] == [
         "renew all",

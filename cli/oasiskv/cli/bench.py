@@ -69,10 +69,10 @@ def _run_staging(args: argparse.Namespace) -> int:
         from oasiskv.services.staging import bench
     except ImportError as error:
         raise UnsupportedError(f"bench staging: expected the extras services and nixl, got {error}") from error
-    paths = args.paths or list(bench.PATHS)
+    paths = args.paths or list(bench.ALL_PATHS)
     for path in paths:
-        if path not in bench.PATHS:
-            raise UnsupportedError(f"paths: expected one of {', '.join(bench.PATHS)}, got {path!r}")
+        if path not in bench.ALL_PATHS:
+            raise UnsupportedError(f"paths: expected one of {', '.join(bench.ALL_PATHS)}, got {path!r}")
     results: list[Row] = []
     bench.run(
         _emitter(results),

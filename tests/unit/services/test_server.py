@@ -1,6 +1,4 @@
 import asyncio
-import datetime
-import ipaddress
 import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -8,15 +6,13 @@ from typing import Any
 
 import grpc
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from oasiskv.core.errors import ConfigError, PeerUnavailableError, PoolExhaustedError, TransferTimeoutError
 from oasiskv.core.service_config import TlsConfig
 from oasiskv.services.rpc.server import RpcServer, ServerConfig
 from oasiskv.services.rpc.status import error_of
+from oasiskv.services.rpc.testing import make_certificate, tls_files
 from oasiskv.services.rpc.tls import channel_credentials
 
 CALL = "/toy.Toy/Call"
@@ -54,33 +50,6 @@ class ToyServicer(grpc.GenericRpcHandler):
             yield b"second"
         finally:
             left.append(request.decode())
-
-
-def make_files(folder: Path, name: str, authority: "tuple[Any, Any] | None" = None, days: int = 1) -> tuple[Any, Any]:
-    """Write `name.pem` and `name.key`: a certificate for 127.0.0.1, or an authority if none is given."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
-    issuer, issuer_key = (subject, key) if authority is None else (authority[0].subject, authority[1])
-    now = datetime.datetime.now(datetime.UTC)
-    certificate = (
-        x509.CertificateBuilder(issuer, subject, key.public_key(), x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(days=9))
-        .not_valid_after(now + datetime.timedelta(days=days))
-        .add_extension(x509.BasicConstraints(ca=authority is None, path_length=None), critical=True)
-        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False)
-        .sign(issuer_key, hashes.SHA256())
-    )
-    (folder / f"{name}.pem").write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
-    plain = serialization.NoEncryption()
-    pem = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, plain)
-    (folder / f"{name}.key").write_bytes(pem)
-    return certificate, key
-
-
-def files(folder: Path, name: str, authority: str = "authority") -> TlsConfig:
-    return TlsConfig(
-        certificate=folder / f"{name}.pem", key=folder / f"{name}.key", authority=folder / f"{authority}.pem"
-    )
 
 
 async def start(tls: TlsConfig | None = None, max_call_s: float = 20.0) -> RpcServer:
@@ -185,18 +154,18 @@ def test_two_servers_do_not_share_a_port() -> None:
 
 
 def test_only_who_has_a_valid_certificate_of_the_authority_is_answered(tmp_path: Path) -> None:
-    authority = make_files(tmp_path, "authority")
-    make_files(tmp_path, "server", authority)
-    make_files(tmp_path, "peer", authority)
-    make_files(tmp_path, "expired", authority, days=-1)
-    make_files(tmp_path, "stranger", make_files(tmp_path, "other"))
+    authority = make_certificate(tmp_path, "authority")
+    make_certificate(tmp_path, "server", authority)
+    make_certificate(tmp_path, "peer", authority)
+    make_certificate(tmp_path, "expired", authority, days=-1)
+    make_certificate(tmp_path, "stranger", make_certificate(tmp_path, "other"))
 
     async def scenario() -> None:
-        server = await start(files(tmp_path, "server"))
-        assert await ask(server, b"echo", channel_credentials(files(tmp_path, "peer"))) == b"echo"
+        server = await start(tls_files(tmp_path, "server"))
+        assert await ask(server, b"echo", channel_credentials(tls_files(tmp_path, "peer"))) == b"echo"
         for name in ("expired", "stranger"):
             with pytest.raises(PeerUnavailableError):
-                await ask(server, b"echo", channel_credentials(files(tmp_path, name)))
+                await ask(server, b"echo", channel_credentials(tls_files(tmp_path, name)))
         with pytest.raises(PeerUnavailableError):
             await ask(server, b"echo", grpc.ssl_channel_credentials((tmp_path / "authority.pem").read_bytes()))
         with pytest.raises(PeerUnavailableError):
@@ -207,36 +176,36 @@ def test_only_who_has_a_valid_certificate_of_the_authority_is_answered(tmp_path:
 
 
 def test_new_certificates_are_used_without_a_restart_and_broken_ones_are_not(tmp_path: Path) -> None:
-    make_files(tmp_path, "server", make_files(tmp_path, "authority"))
+    make_certificate(tmp_path, "server", make_certificate(tmp_path, "authority"))
     later = tmp_path / "later"
     later.mkdir()
-    authority = make_files(later, "authority")
-    make_files(later, "server", authority)
-    make_files(later, "peer", authority)
+    authority = make_certificate(later, "authority")
+    make_certificate(later, "server", authority)
+    make_certificate(later, "peer", authority)
 
     async def scenario() -> None:
-        server = await start(files(tmp_path, "server"))
-        credentials = channel_credentials(files(later, "peer"))
+        server = await start(tls_files(tmp_path, "server"))
+        credentials = channel_credentials(tls_files(later, "peer"))
         with pytest.raises(PeerUnavailableError):
             await ask(server, b"echo", credentials)
         for name in ("authority.pem", "server.pem", "server.key"):
             (tmp_path / name).write_bytes((later / name).read_bytes())
         assert await ask(server, b"echo", credentials) == b"echo"
         (tmp_path / "server.key").write_text("half written")
-        assert await ask(server, b"echo", channel_credentials(files(later, "peer"))) == b"echo"
+        assert await ask(server, b"echo", channel_credentials(tls_files(later, "peer"))) == b"echo"
         await server.stop(0)
 
     asyncio.run(scenario())
 
 
 def test_certificates_that_do_not_fit_together_are_refused_at_the_start(tmp_path: Path) -> None:
-    authority = make_files(tmp_path, "authority")
-    make_files(tmp_path, "server", authority)
-    make_files(tmp_path, "peer", authority)
+    authority = make_certificate(tmp_path, "authority")
+    make_certificate(tmp_path, "server", authority)
+    make_certificate(tmp_path, "peer", authority)
     mixed = TlsConfig(
         certificate=tmp_path / "server.pem", key=tmp_path / "peer.key", authority=tmp_path / "authority.pem"
     )
     with pytest.raises(ConfigError, match=r"^tls"):
         asyncio.run(start(mixed))
     with pytest.raises(ConfigError, match=r"^tls"):
-        asyncio.run(start(files(tmp_path, "absent")))
+        asyncio.run(start(tls_files(tmp_path, "absent")))

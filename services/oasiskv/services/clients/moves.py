@@ -31,7 +31,7 @@ PARTS_PER_MESSAGE = 2**18
 CACHED_BYTES = 2**18
 
 
-class BlockStatus(IntEnum):
+class FetchStatus(IntEnum):
     """What became of one block of a fetch."""
 
     OK = 0
@@ -208,7 +208,7 @@ class Mover:
                 self._leave_pool(error)
             except (CorruptBlockError, LeaseExpiredError) as error:
                 logger.info("the stream has to tell which blocks are right: %s", error)
-        statuses = np.where(is_right, BlockStatus.OK, BlockStatus.UNAVAILABLE).astype(np.int8)
+        statuses = np.where(is_right, FetchStatus.OK, FetchStatus.UNAVAILABLE).astype(np.int8)
         again = np.flatnonzero(~is_right)
         if len(again):
             self.num_retried_blocks += len(again) if had_pool else 0
@@ -299,19 +299,19 @@ class Mover:
             except OasisError as error:
                 failure = error
             num_done = num_arrived // num_parts
-            statuses[rows[:num_done]] = BlockStatus.OK
+            statuses[rows[:num_done]] = FetchStatus.OK
             rows = rows[num_done:]
             match failure:
                 case None:
                     return
                 case CorruptBlockError():  # the first of the rest; the others may be right
-                    statuses[rows[:1]] = BlockStatus.CORRUPT
+                    statuses[rows[:1]] = FetchStatus.CORRUPT
                     rows = rows[1:]
                 case PeerUnavailableError() | TransferTimeoutError():
-                    statuses[rows] = BlockStatus.UNAVAILABLE
+                    statuses[rows] = FetchStatus.UNAVAILABLE
                     return
                 case _:
-                    statuses[rows] = BlockStatus.LOST
+                    statuses[rows] = FetchStatus.LOST
                     return
 
     def _leave_pool(self, error: OasisError) -> None:

@@ -17,11 +17,11 @@ from oasiskv.core.fingerprint import Fingerprint
 from oasiskv.core.service_config import TlsConfig
 from oasiskv.protos.staging.v1 import staging_pb2 as pb
 from oasiskv.services.clients import background
-from oasiskv.services.clients.moves import BlockStatus, Lease, Mover, Pool
+from oasiskv.services.clients.moves import FetchStatus, Lease, Mover, Pool
 from oasiskv.services.clients.one_sided import OneSidedPool
 from oasiskv.services.clients.staging import AttachedLink, MappedPool, StagingClient
 
-__all__ = ["BlockStatus", "Lease", "SessionConfig", "StagingSession"]
+__all__ = ["FetchStatus", "Lease", "SessionConfig", "StagingSession"]
 
 logger = logging.getLogger(__name__)
 
@@ -197,7 +197,7 @@ class StagingSession:
     def fetch(
         self, lease: Lease, block_indices: Sequence[int] | NDArray[Any], first_part: int, out: NDArray[np.uint8]
     ) -> "Future[NDArray[np.int8]]":
-        """Read k parts of n blocks, verified; the result is a `BlockStatus` for each block, `[n]`.
+        """Read k parts of n blocks, verified; the result is a `FetchStatus` for each block, `[n]`.
 
         What was not right at the first read is read once more through the stream.
 
@@ -212,10 +212,13 @@ class StagingSession:
         """
         return self._data_thread.submit(self._moves.fetch, lease, np.asarray(block_indices, np.intp), first_part, out)
 
-    def release(self, *leases: Lease) -> None:
-        """Give leases back, after the transfers before it. Never fails: what is not released ends by time."""
+    def release(self, *leases: Lease) -> "Future[None]":
+        """Give leases back, after the transfers before it. Never fails: what is not released ends by time.
+
+        Their room is there for a call of `allocate` once the future is done.
+        """
         lease_ids = [lease.lease_id for lease in leases]
-        self._data_thread.submit(lambda: background.wait(self._release_now(lease_ids)))
+        return self._data_thread.submit(lambda: background.wait(self._release_now(lease_ids)))
 
     def close(self) -> None:
         """End the session after what is under way; its leases end with it."""

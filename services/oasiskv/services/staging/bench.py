@@ -1,6 +1,8 @@
 """Measures the staging tier on this host: bytes by every path beside a plain copy of the same, and calls under load."""
 
 import asyncio
+import mmap
+import os
 import statistics
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -16,6 +18,7 @@ from oasiskv.core.fingerprint import Fingerprint
 from oasiskv.protos.staging.v1 import staging_pb2 as pb
 from oasiskv.services import nixl
 from oasiskv.services.checksums import checksum
+from oasiskv.services.clients import background
 from oasiskv.services.clients.one_sided import OneSidedPool
 from oasiskv.services.clients.session import Lease, SessionConfig, StagingSession
 from oasiskv.services.clients.staging import MappedPool, StagingClient
@@ -31,6 +34,8 @@ PATHS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "UCX TCP": ({"locality": "remote", "transport": "tcp"}, {}),
     "gRPC stream": ({"is_strict": True, "memory_socket": ""}, {}),
 }
+SSD = "SSD"
+ALL_PATHS = (*PATHS, SSD)
 NUM_LEASES = 1000
 
 
@@ -39,7 +44,7 @@ def run(
     *,
     pool_bytes: int,
     num_repeats: int,
-    paths: Sequence[str] = tuple(PATHS),
+    paths: Sequence[str] = ALL_PATHS,
     block_sizes: Sequence[int] = BLOCK_SIZES,
 ) -> None:
     """Measure everything, and hand each result on as soon as it is there.
@@ -48,7 +53,7 @@ def run(
         emit: Called with each row.
         pool_bytes: Of each service; the largest copy.
         num_repeats: Copies of each kind; ours and the plain ones take turns, and the medians count. Hundreds of calls.
-        paths: Names of `PATHS`.
+        paths: Some of `ALL_PATHS`.
         block_sizes: In tokens.
     """
     for block_size in block_sizes:
@@ -61,7 +66,10 @@ def run(
             head_dim=128,
         )
         for path in paths:
-            _run_path(emit, path, shape, pool_bytes // shape.block_bytes, num_repeats)
+            if path == SSD:
+                _run_disk(emit, shape, pool_bytes // shape.block_bytes, num_repeats)
+            else:
+                _run_path(emit, path, shape, pool_bytes // shape.block_bytes, num_repeats)
     _run_calls(emit, 100 * num_repeats)
 
 
@@ -206,6 +214,101 @@ def _plain_nixl(
     agent.releaseXferReq(handle)
     assert status == bindings.NIXL_SUCCESS
     return time.perf_counter() - started_s
+
+
+def _run_disk(emit: Callable[[Row], None], shape: Fingerprint, num_blocks: int, num_repeats: int) -> None:
+    """Measure how fast released blocks reach the disk, and how soon a lease brings all of them back into memory."""
+    num_bytes = num_blocks * shape.block_bytes
+    data = np.random.default_rng(0).integers(0, 256, (num_blocks, NUM_LAYERS, shape.part_bytes), np.uint8)
+    times: dict[str, list[float]] = {"write": [], "read": []}
+    plain: dict[str, list[float]] = {"write": [], "read": []}
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        # Room for one more, since the file has a head.
+        disk = {"folder": str(folder / "disk"), "max_bytes": (num_repeats + 2) * (num_bytes + num_blocks * 2**16)}
+        (folder / "disk").mkdir()
+        with StagingProcess(folder, shape, num_blocks, staging={"transport": "none"}, disk=disk) as server:
+            config = SessionConfig(
+                address=server.address, fingerprint=shape, name="bench", may_write=True, timeout_s=120.0
+            )
+            with StagingSession(config) as peer:
+                peer.register(data)
+                for number in range(num_repeats):
+                    keys = [b"%d of %d" % (block, number) for block in range(num_blocks)]
+                    lease = peer.allocate(num_blocks).result()
+                    peer.put(lease, range(num_blocks), 0, data).result()
+                    peer.seal(lease, range(num_blocks), keys).result()
+                    started_s = time.perf_counter()
+                    peer.release(lease).result()
+                    background.wait(_until_on_disk(server.address, (number + 1) * num_blocks))
+                    times["write"].append(time.perf_counter() - started_s)
+                    peer.release(peer.allocate(num_blocks).result()).result()  # which evicts them from memory
+                    started_s = time.perf_counter()
+                    taken = peer.lease(keys, min_blocks=num_blocks).result()
+                    times["read"].append(time.perf_counter() - started_s)
+                    peer.release(taken).result()
+                    for op, seconds in _plain_posix(folder / "plain", data).items():
+                        plain[op].append(seconds)
+    for op in ("write", "read"):
+        ours_s, plain_s = statistics.median(times[op]), statistics.median(plain[op])
+        emit(
+            {
+                "path": SSD,
+                "part_KiB": shape.part_bytes // 1024,
+                "op": op,
+                "bytes": "all layers",
+                "gb_per_s": _rounded(num_bytes / ours_s / 1e9),
+                "plain_gb_per_s": _rounded(num_bytes / plain_s / 1e9),
+                "share": _rounded(plain_s / ours_s),
+            }
+        )
+
+
+async def _until_on_disk(address: str, num_blocks: int) -> None:
+    async with StagingClient(address) as client, asyncio.timeout(600):
+        while (await client.call(client.stub.Stats, pb.StatsRequest())).num_held_disk_blocks < num_blocks:
+            await asyncio.sleep(0.005)
+
+
+def _plain_posix(path: Path, data: NDArray[np.uint8]) -> dict[str, float]:
+    """Return the seconds that NIXL takes to write the same bytes to a file and to read them, past the page cache."""
+    bindings = nixl.load()
+    agent = bindings.nixlAgent("plain", bindings.nixlAgentConfig())
+    backend = agent.createBackend("POSIX", {})
+    # Of its own pages: without the page cache, addresses must be multiples of theirs.
+    memory = np.frombuffer(mmap.mmap(-1, data.nbytes), np.uint8)
+    memory[:] = data.reshape(-1)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, data.nbytes)
+        for kind, row in (
+            (bindings.DRAM_SEG, (memory.ctypes.data, memory.nbytes, 0)),
+            (bindings.FILE_SEG, (0, memory.nbytes, fd)),
+        ):
+            agent.registerMem(bindings.nixlRegDList(kind, np.array([row], np.uint64)), [backend])
+        offsets = np.arange(len(data), dtype=np.uint64) * np.uint64(data[0].nbytes)
+        rows = np.zeros((2, len(data), 3), np.uint64)
+        rows[0, :, 0], rows[1, :, 0], rows[:, :, 1], rows[1, :, 2] = (
+            memory.ctypes.data + offsets,
+            offsets,
+            data[0].nbytes,
+            fd,
+        )
+        ends = (bindings.nixlXferDList(bindings.DRAM_SEG, rows[0]), bindings.nixlXferDList(bindings.FILE_SEG, rows[1]))
+        found = {}
+        for name, operation in (("write", bindings.NIXL_WRITE), ("read", bindings.NIXL_READ)):
+            started_s = time.perf_counter()
+            handle = agent.createXferReq(operation, *ends, "plain", "", [backend])
+            status = agent.postXferReq(handle, "")
+            while status == bindings.NIXL_IN_PROG:
+                status = agent.getXferStatus(handle)
+            found[name] = time.perf_counter() - started_s
+            agent.releaseXferReq(handle)
+            assert status == bindings.NIXL_SUCCESS
+        return found
+    finally:
+        os.close(fd)
+        path.unlink()
 
 
 def _run_calls(emit: Callable[[Row], None], num_calls: int) -> None:

@@ -26,6 +26,8 @@ class StagingProcess:
         *,
         staging: Mapping[str, Any] | None = None,
         leases: Mapping[str, Any] | None = None,
+        disk: Mapping[str, Any] | None = None,
+        tls: Mapping[str, Any] | None = None,
         env: Mapping[str, str] | None = None,
     ) -> None:
         """Start, and return when it answers.
@@ -36,6 +38,8 @@ class StagingProcess:
             num_blocks: How much.
             staging: Further settings of the table `staging`.
             leases: Settings of the table `leases`.
+            disk: Settings of the table `disk`; None for no disk tier.
+            tls: Settings of the table `tls`; None to speak in the clear.
             env: Variables to set beside those of this process.
 
         Raises:
@@ -48,6 +52,7 @@ class StagingProcess:
             "leases": leases or {},
             "server": {"address": "127.0.0.1:0"},
         }
+        tables |= {name: values for name, values in (("disk", disk), ("tls", tls)) if values is not None}
         path = folder / "staging.toml"
         # A value in JSON is one in TOML too, where it is a text, a number or a truth value.
         lines = [
