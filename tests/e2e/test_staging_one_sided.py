@@ -1,16 +1,11 @@
 """Sessions of engines with the staging service: every way that bytes move, and what happens when a side is killed."""
 
-import contextlib
 import json
 import os
-import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,47 +16,26 @@ from oasiskv.core.errors import (
     CorruptBlockError,
     InvalidRequestError,
     LeaseExpiredError,
-    OasisError,
     PeerUnavailableError,
 )
-from oasiskv.core.fingerprint import Fingerprint
 from oasiskv.protos.staging.v1 import staging_pb2 as pb
 from oasiskv.protos.staging.v1 import staging_pb2_grpc
 from oasiskv.services import nixl
-from oasiskv.services.clients.session import FetchStatus, Lease, SessionConfig, StagingSession
+from oasiskv.services.clients.session import FetchStatus, SessionConfig, StagingSession
 from oasiskv.services.rpc.testing import make_certificate, tls_files
 from oasiskv.services.staging.process import StagingProcess
-
-# A pool of 32 MiB: a transfer of all of it takes long enough to be interrupted.
-SHAPE = Fingerprint(model_hash="m", dtype="float16", block_size=16, num_layers=4, num_kv_heads=8, head_dim=128)
-NUM_BLOCKS = 128
-WAYS: dict[str, dict[str, Any]] = {"mapped": {}, "one-sided": {"locality": "remote"}, "stream": {"is_strict": True}}
-
-# Puts, or fetches, all blocks again and again until it is killed.
-BUSY_PEER = """
-import json, sys, numpy as np
-from oasiskv.core.fingerprint import Fingerprint
-from oasiskv.services.clients.session import SessionConfig, StagingSession
-
-job, address, shape, num_blocks = sys.argv[1], sys.argv[2], json.loads(sys.argv[3]), int(sys.argv[4])
-shape = Fingerprint(**shape)
-config = SessionConfig(
-    address=address, fingerprint=shape, name=job, may_write=job == "put", locality="remote", ttl_s=3.0
+from oasiskv.services.staging.testing import (
+    NUM_BLOCKS,
+    SHAPE,
+    WAYS,
+    fetch,
+    keys,
+    random_blocks,
+    session,
+    stage,
+    stats,
+    until,
 )
-session = StagingSession(config)
-assert session.path == "one-sided", session.path_reason
-buffer = np.full((num_blocks, shape.num_parts, shape.part_bytes), 7, np.uint8)
-session.register(buffer)
-if job == "put":
-    lease = session.allocate(num_blocks).result()
-else:
-    lease = session.lease([b"k%d" % i for i in range(num_blocks)]).result()
-for number in range(10**6):
-    work = getattr(session, job)(lease, range(num_blocks), 0, buffer)
-    if number == 1:
-        print("busy", flush=True)
-    work.result()
-"""
 
 
 @pytest.fixture(scope="module")
@@ -71,63 +45,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StagingProcess]
         yield server
         assert stats(server).num_leases == 0, "every exit of every test gave its leases back"
         assert server.stop() == 0
-
-
-def stats(server: StagingProcess) -> pb.StatsResponse:
-    # Not a session: that would count itself.
-    import grpc
-
-    with grpc.insecure_channel(server.address) as channel:
-        answer: pb.StatsResponse = staging_pb2_grpc.StagingStub(channel).Stats(pb.StatsRequest(), timeout=10)
-    return answer
-
-
-def session(server: StagingProcess, way: str, *, may_write: bool = False, ttl_s: float = 30.0) -> StagingSession:
-    config = SessionConfig(
-        address=server.address, fingerprint=SHAPE, name="test", may_write=may_write, ttl_s=ttl_s, **WAYS[way]
-    )
-    made = StagingSession(config)
-    assert made.path == way, made.path_reason
-    return made
-
-
-def random_blocks(seed: int, num_blocks: int) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 256, (num_blocks, SHAPE.num_parts, SHAPE.part_bytes), np.uint8)
-
-
-def keys(name: str, num_blocks: int) -> list[bytes]:
-    return [b"%s%d" % (name.encode(), i) for i in range(num_blocks)]
-
-
-def stage(writer: StagingSession, name: str, data: np.ndarray) -> Lease:
-    writer.register(data)
-    lease = writer.allocate(len(data)).result()
-    writer.put(lease, range(len(data)), 0, data).result()
-    writer.seal(lease, range(len(data)), keys(name, len(data))).result()
-    return lease
-
-
-def fetch(reader: StagingSession, lease: Lease, num_blocks: int) -> tuple[list[int], np.ndarray]:
-    out = np.zeros((num_blocks, SHAPE.num_parts, SHAPE.part_bytes), np.uint8)
-    reader.register(out)
-    return reader.fetch(lease, range(num_blocks), 0, out).result().tolist(), out
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
-
-
-@contextlib.contextmanager
-def busy_peer(server: StagingProcess, job: str) -> Iterator["subprocess.Popen[str]"]:
-    arguments = [job, server.address, json.dumps(asdict(SHAPE)), str(NUM_BLOCKS)]
-    with subprocess.Popen([sys.executable, "-c", BUSY_PEER, *arguments], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "busy\n"
-        yield process
-        process.kill()
 
 
 @pytest.mark.parametrize("writing", WAYS)
@@ -263,89 +180,6 @@ def test_a_peer_for_streams_cannot_attach(server: StagingProcess) -> None:
     until(lambda: stats(server).num_links == 0)
 
 
-def test_a_reader_that_is_killed_in_the_middle_leaves_nothing_held(server: StagingProcess) -> None:
-    with session(server, "mapped", may_write=True) as writer:
-        writer.release(stage(writer, "k", random_blocks(6, NUM_BLOCKS)))
-        with busy_peer(server, "fetch") as reader:
-            with pytest.raises(OasisError, match="num_blocks"):
-                writer.allocate(1).result()
-            reader.send_signal(signal.SIGKILL)
-            reader.wait()
-        until(lambda: stats(server).num_links == 1)  # the writer's own
-        until(lambda: stats(server).num_leases == 0)
-        writer.release(writer.allocate(NUM_BLOCKS).result())
-
-
-def test_a_writer_that_is_killed_in_the_middle_leaves_no_block_and_no_byte(server: StagingProcess) -> None:
-    with session(server, "mapped", may_write=True) as watcher:
-        with busy_peer(server, "put") as writer:
-            writer.send_signal(signal.SIGKILL)
-            writer.wait()
-        until(lambda: stats(server).num_leases == 0 and stats(server).num_fenced_blocks == 0)
-        zeros = np.zeros((NUM_BLOCKS, SHAPE.num_parts, SHAPE.part_bytes), np.uint8)
-        lease = watcher.allocate(NUM_BLOCKS).result()
-        from oasiskv.services.checksums import checksums
-
-        # Sealing verifies the bytes against those of an empty pool.
-        watcher.seal(lease, range(NUM_BLOCKS), keys("z", NUM_BLOCKS), checksums(zeros)).result()
-
-
-def test_a_remote_writer_that_lives_keeps_its_blocks_from_others_when_its_lease_ends(server: StagingProcess) -> None:
-    with session(server, "mapped", may_write=True) as watcher:
-        with busy_peer(server, "put") as writer:
-            writer.send_signal(signal.SIGSTOP)  # it renews nothing, but its bytes may be under way
-            until(lambda: stats(server).num_fenced_blocks == NUM_BLOCKS)
-            with pytest.raises(OasisError, match="num_blocks"):
-                watcher.allocate(1).result()
-            writer.kill()
-        until(lambda: stats(server).num_fenced_blocks == 0)
-        watcher.release(watcher.allocate(NUM_BLOCKS).result())
-
-
-def test_a_service_that_is_killed_in_the_middle_is_told_for_each_block(tmp_path: Path) -> None:
-    with StagingProcess(tmp_path, SHAPE, NUM_BLOCKS, staging={"locality": "remote", "transport": "tcp"}) as server:
-        config = SessionConfig(address=server.address, fingerprint=SHAPE, name="t", may_write=True, timeout_s=5.0)
-        with StagingSession(config) as peer:
-            data = random_blocks(7, NUM_BLOCKS)
-            lease = stage(peer, "s", data)
-            out = np.zeros_like(data)
-            peer.register(out)
-            assert not peer.fetch(lease, range(NUM_BLOCKS), 0, out).result().any()
-            reading = peer.fetch(lease, range(NUM_BLOCKS), 0, out)
-            server.stop(signal.SIGKILL)
-            statuses = reading.result()
-            right = statuses == FetchStatus.OK
-            assert set(statuses.tolist()) <= {FetchStatus.OK, FetchStatus.UNAVAILABLE}
-            np.testing.assert_array_equal(out[right], data[right])
-            again = peer.fetch(lease, range(NUM_BLOCKS), 0, out).result()
-            assert again.tolist() == [FetchStatus.UNAVAILABLE] * NUM_BLOCKS
-            with pytest.raises(PeerUnavailableError):
-                peer.put(lease, [0], 0, out[:1]).result()
-            assert peer.path == "stream"
-
-
-def test_when_the_agent_is_killed_streams_take_over_and_a_new_session_gets_a_new_agent(tmp_path: Path) -> None:
-    with StagingProcess(tmp_path, SHAPE, NUM_BLOCKS, staging={"locality": "remote", "transport": "tcp"}) as server:
-        config = SessionConfig(address=server.address, fingerprint=SHAPE, name="t", may_write=True, timeout_s=5.0)
-        with StagingSession(config) as peer:
-            data = random_blocks(8, NUM_BLOCKS)
-            lease = stage(peer, "a", data)
-            out = np.zeros_like(data)
-            peer.register(out)
-            reading = peer.fetch(lease, range(NUM_BLOCKS), 0, out)
-            os.kill(server.agent_pid(), signal.SIGKILL)
-            assert not reading.result().any()
-            np.testing.assert_array_equal(out, data)
-            assert not peer.fetch(lease, range(4), 1, out[:4, 1:2].copy()).result().any()
-            assert peer.path == "stream"
-            assert peer.path_reason.startswith("one-sided failed: nixl")
-            with StagingSession(config) as later:
-                assert later.path == "one-sided"
-                statuses, again = fetch(later, later.lease(keys("a", 4)).result(), 4)
-                assert not any(statuses)
-                np.testing.assert_array_equal(again, data[:4])
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_a_block_whose_bytes_were_changed_is_corrupt_and_the_others_are_right(server: StagingProcess, way: str) -> None:
     data = random_blocks(9, 6)
@@ -377,29 +211,6 @@ def test_what_was_not_written_whole_is_not_sealed(server: StagingProcess) -> Non
             writer.seal(lease, [0, 1], keys("x", 2)).result()
         with pytest.raises(BlockNotFoundError):
             writer.lease(keys("x", 1)).result()
-
-
-@pytest.mark.parametrize("way", ["mapped", "one-sided"])
-def test_blocks_that_change_under_the_reader_are_lost_and_never_wrong(server: StagingProcess, way: str) -> None:
-    with session(server, "mapped", may_write=True) as writer, session(server, way) as reader:
-        old = random_blocks(11, NUM_BLOCKS)
-        writer.release(stage(writer, f"t-{way}", old))
-        lease = reader.lease(keys(f"t-{way}", NUM_BLOCKS)).result()
-        statuses, _ = fetch(reader, lease, NUM_BLOCKS)
-        assert not any(statuses)
-        # The reader goes on with descriptors of a lease that it has no more, while the blocks get new content.
-        out = np.zeros_like(old)
-        reader.register(out)
-        reader.release(lease)
-        until(lambda: stats(server).num_leases == 0)
-        reading = [reader.fetch(lease, range(NUM_BLOCKS), 0, out[:])]
-        new = stage(writer, f"u-{way}", random_blocks(12, NUM_BLOCKS))
-        first = reading[0].result()
-        right = first == FetchStatus.OK
-        assert set(first.tolist()) <= {FetchStatus.OK, FetchStatus.LOST}
-        np.testing.assert_array_equal(out[right], old[right])
-        assert reader.fetch(lease, range(NUM_BLOCKS), 0, out).result().tolist() == [FetchStatus.LOST] * NUM_BLOCKS
-        writer.release(new)
 
 
 @pytest.mark.parametrize("how", ["mapped", "one-sided", "asked for"])
