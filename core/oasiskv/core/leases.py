@@ -81,6 +81,11 @@ class LeaseTable:
         """Entries that wait for their time; bounded by the peers and leases there are."""
         return len(self._timers)
 
+    @property
+    def num_leases(self) -> int:
+        """Leases and handles, the fenced ones among them; O(1)."""
+        return len(self._leases)
+
     def counts(self) -> LeaseCounts:
         """Return what is held; costs O(leases)."""
         states = [(lease.state, lease_id) for lease_id, lease in self._leases.items()]

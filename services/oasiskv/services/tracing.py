@@ -3,6 +3,7 @@
 Without one, spans are no-ops, and the context of a caller is still passed on.
 """
 
+import functools
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,6 +23,12 @@ def context_metadata() -> tuple[tuple[str, str], ...]:
     return tuple(carrier.items())
 
 
+@functools.cache
+def _named(method: str) -> tuple[str, Mapping[str, str]]:
+    service, _, name = method.removeprefix("/").rpartition("/")
+    return f"{service}/{name}", {"rpc.system": "grpc", "rpc.service": service, "rpc.method": name}
+
+
 @contextmanager
 def server_span(
     method: str, metadata: Iterable[tuple[str, str | bytes]] | None, is_stream: bool
@@ -35,9 +42,8 @@ def server_span(
             current could not be left, so what it does has no spans below this one.
     """
     context = propagate.extract({key: value for key, value in metadata or () if isinstance(value, str)})
-    service, _, name = method.removeprefix("/").rpartition("/")
-    attributes: Mapping[str, str] = {"rpc.system": "grpc", "rpc.service": service, "rpc.method": name}
-    span = TRACER.start_span(f"{service}/{name}", context, trace.SpanKind.SERVER, attributes)
+    name, attributes = _named(method)
+    span = TRACER.start_span(name, context, trace.SpanKind.SERVER, attributes)
     try:
         if is_stream:
             yield span

@@ -263,6 +263,16 @@ def test_a_handle_with_a_corrupt_block_ends_by_time_as_others_do(table: LeaseTab
     assert table.num_free == 8
 
 
+def test_the_number_of_leases_is_that_of_those_that_hold_blocks(table: LeaseTable, peer_id: str, clock: Clock) -> None:
+    stage(table, peer_id, KEYS[:2])
+    table.open_link(peer_id)
+    table.allocate(peer_id, 1, 5.0)
+    assert table.num_leases == table.counts().num_leases == 2
+    clock.now_s += 6.0
+    table.expire()
+    assert (table.num_leases, table.counts().num_leases) == (1, 0), "one is fenced"
+
+
 def test_what_ended_early_is_not_remembered(table: LeaseTable, peer_id: str) -> None:
     for _ in range(1000):
         table.release(peer_id, [table.allocate(peer_id, 1, 10.0)[0]])

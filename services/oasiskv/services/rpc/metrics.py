@@ -27,13 +27,18 @@ class ServerMetrics:
         self._seconds = Histogram(
             "oasiskv_rpc_seconds", "Time of a call", ["method"], registry=self._registry, buckets=SECONDS
         )
+        self._by_result: dict[tuple[str, str], tuple[Counter, Histogram]] = {}
         self._http: tuple[WSGIServer, threading.Thread] | None = None
 
     def count(self, method: str, result: str, seconds: float) -> None:
         """Count a call of `/package.Service/Method`; the result is `ok`, `cancelled` or the name of an error class."""
-        name = method.rpartition("/")[2]
-        self._calls.labels(name, result).inc()
-        self._seconds.labels(name).observe(seconds)
+        found = self._by_result.get((method, result))
+        if found is None:  # looking them up by their labels takes longer than counting
+            name = method.rpartition("/")[2]
+            found = (self._calls.labels(name, result), self._seconds.labels(name))
+            self._by_result[method, result] = found
+        found[0].inc()
+        found[1].observe(seconds)
 
     def listen(self, address: str) -> None:
         """Answer HTTP at `host:port`.

@@ -423,7 +423,7 @@ class StagingService:
         return ServiceLoad(
             num_blocks=self.config.leases.num_blocks,
             num_free_blocks=self.leases.num_free,
-            num_leases=self.leases.counts().num_leases,
+            num_leases=self.leases.num_leases,
             is_draining=self.is_draining,
         )
 
