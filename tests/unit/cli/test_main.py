@@ -50,6 +50,21 @@ def test_an_interrupt_ends_with_130_and_no_traceback(
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize("num_lines", [1, 5000])
+def test_a_reader_that_leaves_early_is_no_bug(num_lines: int) -> None:
+    code = (
+        "import sys; from oasiskv.cli import doctor, main; "
+        f"doctor.CHECKS = (doctor.check_python,) * {num_lines}; sys.exit(main.main(['doctor']))"
+    )
+    command = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert command.stdout is not None
+    assert command.stderr is not None
+    command.stdout.close()
+    assert command.stderr.read() == b""
+    command.stderr.close()
+    assert command.wait() == 2
+
+
 def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(args: argparse.Namespace) -> int:
         raise ZeroDivisionError

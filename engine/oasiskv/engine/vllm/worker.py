@@ -261,7 +261,8 @@ class WorkerBackend:
             head_dim=self._shape.head_dim,
             dtype_bytes=self._shape.dtype.itemsize,
         )
-        num_processes = self.vllm_config.parallel_config.world_size
+        parallel = self.vllm_config.parallel_config
+        num_processes = parallel.world_size * max(1, parallel.data_parallel_size_local)
         is_cuda = self._sets is not None and self._sets.cap.is_cuda
         others = {}
         if not is_cuda:
