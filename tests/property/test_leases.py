@@ -398,7 +398,7 @@ class LeaseModel(RuleBasedStateMachine):
 
 
 TestLeases = LeaseModel.TestCase
-TestLeases.settings = settings(derandomize=True, deadline=None, max_examples=200, stateful_step_count=50)
+TestLeases.settings = settings(max_examples=max(200, settings().max_examples), stateful_step_count=50)
 
 
 def test_a_refused_call_is_seen_as_refused() -> None:

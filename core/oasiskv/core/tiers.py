@@ -33,7 +33,7 @@ class BlockStatus(Enum):
     """No tier holds the block."""
 
     NOT_READ = "not_read"
-    """On disk, but no memory is free or evictable for it, or a block before it is not held."""
+    """On disk, but no memory is free or evictable for it, the disk is busy, or a block before it is not held."""
 
     STALE = "stale"
     """The block got other content while it was copied, so the copy is no use."""

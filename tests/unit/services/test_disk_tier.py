@@ -77,9 +77,10 @@ class Place:
 
 
 @asynccontextmanager
-async def running(folder: Path, num_slots: int = 8) -> AsyncIterator[Place]:
+async def running(folder: Path, num_slots: int = 8, max_wait_s: float = 20.0) -> AsyncIterator[Place]:
     # Not every file system of a test host has direct I/O; test_disk_file tries it where it is.
-    disk = DiskConfig(folder=str(folder), max_bytes=ALIGNMENT + num_slots * slot_bytes(SHAPE), use_direct_io=False)
+    max_bytes = ALIGNMENT + num_slots * slot_bytes(SHAPE)
+    disk = DiskConfig(folder=str(folder), max_bytes=max_bytes, use_direct_io=False, max_wait_s=max_wait_s)
     memory = StagingMemory(SHAPE, LIMITS.num_blocks)
     config = StagingConfig(fingerprint=SHAPE, leases=LIMITS, is_strict=True, disk=disk)
     file = DiskFile.open(disk, SHAPE)
@@ -219,7 +220,7 @@ def test_memory_without_room_for_what_is_on_disk_is_said_to_be_full(tmp_path: Pa
             await place.stage_on_disk_only()
             await place.service.allocate(place.peer_id, 7, 9.0)
             reader_id = place.service.register_peer(SHAPE, "reader", Access.STREAM)
-            with pytest.raises(PoolExhaustedError, match="room in memory for 8, got 3"):
+            with pytest.raises(PoolExhaustedError, match="expected 8 blocks in memory, got 3"):
                 await place.service.lease(reader_id, KEYS, 8, 9.0)
             _, block_ids, statuses = await place.service.lease(reader_id, KEYS, 1, 9.0)
             assert len(block_ids) == 3
@@ -238,6 +239,36 @@ def test_two_leases_on_the_same_blocks_read_them_once(tmp_path: Path) -> None:
             assert first == second
             assert place.service.disk_tier is not None
             assert place.service.disk_tier.counts["read", BlockStatus.INTACT] == 8
+
+    asyncio.run(scenario())
+
+
+def test_a_disk_that_hangs_holds_up_other_leases_for_a_limited_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        async with running(tmp_path, max_wait_s=0.1) as place:
+            await place.stage_on_disk_only()
+            await place.service.lease(place.peer_id, KEYS[:1], 1, 9.0)
+            may_end = threading.Event()
+            real = os.preadv
+
+            def hang(*arguments: Any) -> int:
+                may_end.wait(20)
+                return real(*arguments)
+
+            monkeypatch.setattr(os, "preadv", hang)
+            hanging = asyncio.create_task(place.service.lease(place.peer_id, KEYS[:4], 1, 9.0))
+            await asyncio.sleep(0.01)
+            with pytest.raises(PoolExhaustedError, match="disk is busy"):
+                await place.service.lease(place.peer_id, KEYS[4:], 1, 9.0)
+            _, block_ids, statuses = await place.service.lease(place.peer_id, KEYS[:2], 1, 9.0)
+            assert len(block_ids) == 1, "what is in memory is given"
+            assert statuses == [BlockStatus.INTACT, BlockStatus.NOT_READ]
+            may_end.set()
+            assert len((await hanging)[1]) == 4
+            _, block_ids, _ = await place.service.lease(place.peer_id, KEYS[4:5], 1, 9.0)
+            assert len(block_ids) == 1, "the disk is back"
 
     asyncio.run(scenario())
 

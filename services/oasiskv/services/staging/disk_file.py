@@ -59,6 +59,9 @@ class DiskConfig:
     num_readers: int = 8
     """Blocks that are read at a time."""
 
+    max_wait_s: float = 5.0
+    """Seconds that a lease waits for those before it to have read; a device that hangs must not hold up every lease."""
+
     num_writers: int = 2
     """Blocks that are written at a time; few, since nobody waits for them."""
 
@@ -74,6 +77,8 @@ class DiskConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
                 raise ConfigError(f"{name}: expected a positive integer, got {value!r}")
+        if not self.max_wait_s > 0:
+            raise ConfigError(f"max_wait_s: expected a positive number, got {self.max_wait_s!r}")
 
 
 class DiskFile:

@@ -1,6 +1,7 @@
 """Moves blocks between the pool and the file on SSD, by the rules of `core.tiers`."""
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import Counter
@@ -67,24 +68,37 @@ class DiskTier:
         self._due.set()
 
     @asynccontextmanager
-    async def loaded(self, peer_id: str, block_keys: Sequence[bytes], min_blocks: int) -> AsyncIterator[Load]:
+    async def loaded(self, peer_id: str, block_keys: Sequence[bytes], min_blocks: int) -> AsyncIterator[Load | None]:
         """Bring the longest prefix of keys that is held into memory, and keep it there within the context.
+
+        Yields None, with nothing read, if the leases before this one took too long.
 
         Raises:
             LeaseExpiredError: The peer is unknown or forgotten.
             PoolExhaustedError: A quota is reached; nothing was taken.
         """
-        async with self._reading:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._config.max_wait_s) as waiting:
+                await self._reading.acquire()
+        if waiting.expired():
+            yield None
+            return
+        try:
             with self._tiers.load(peer_id, block_keys, min_blocks) as load:
-                self._memory.take([block_id for _, block_id in load.reads.values()])
-                waiting = iter(list(load.reads))
-                attributes: dict[str, str | int] = {"oasiskv.tier": "disk", "oasiskv.blocks": len(load.reads)}
-                # A task group ends with the last of its tasks even if cancelled: threads write into these blocks.
-                with TRACER.start_as_current_span("kv.load", attributes=attributes):
-                    async with asyncio.TaskGroup() as readers:
-                        for _ in range(min(len(load.reads), self._config.num_readers)):
-                            readers.create_task(self._read(load, waiting))
+                await self._read_all(load)
                 yield load
+        finally:
+            self._reading.release()
+
+    async def _read_all(self, load: Load) -> None:
+        self._memory.take([block_id for _, block_id in load.reads.values()])
+        waiting = iter(list(load.reads))
+        attributes: dict[str, str | int] = {"oasiskv.tier": "disk", "oasiskv.blocks": len(load.reads)}
+        with TRACER.start_as_current_span("kv.load", attributes=attributes):
+            # A task group ends with the last of its tasks even if cancelled: threads write into these blocks.
+            async with asyncio.TaskGroup() as readers:
+                for _ in range(min(len(load.reads), self._config.num_readers)):
+                    readers.create_task(self._read(load, waiting))
 
     async def _read(self, load: Load, waiting: Iterator[bytes]) -> None:
         for block_key in waiting:

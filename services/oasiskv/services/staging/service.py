@@ -310,7 +310,7 @@ class StagingService:
             InvalidRequestError: As `LeaseTable.lease`.
             LeaseExpiredError: As `LeaseTable.lease`.
             PeerUnavailableError: The service drains.
-            PoolExhaustedError: As `LeaseTable.lease`; also if memory has no room for what is on disk.
+            PoolExhaustedError: As `LeaseTable.lease`; also if memory has no room for what is on disk, or that is busy.
         """
         self._refuse_if_draining()
         check_keys(block_keys)
@@ -319,8 +319,9 @@ class StagingService:
             statuses = self.tiers.statuses(block_keys)
             return *self._lease(peer_id, block_keys, min_blocks, ttl_s, statuses, 0), statuses
         async with self.disk_tier.loaded(peer_id, block_keys, min_blocks) as load:
-            statuses = [load.statuses[block_key] for block_key in block_keys]
-            num_read = sum(load.statuses[block_key] is BlockStatus.INTACT for block_key in on_disk)
+            found = load.statuses if load else dict(zip(block_keys, self.tiers.statuses(block_keys), strict=True))
+            statuses = [found[block_key] for block_key in block_keys]
+            num_read = sum(found[block_key] is BlockStatus.INTACT for block_key in on_disk)
             return *self._lease(peer_id, block_keys, min_blocks, ttl_s, statuses, num_read), statuses
 
     def _lease(
@@ -337,7 +338,10 @@ class StagingService:
         if num_found < len(statuses):
             self.num_missed[statuses[num_found].value] += 1
             if num_found < min_blocks and statuses[num_found] is BlockStatus.NOT_READ:
-                raise PoolExhaustedError(f"min_blocks: expected room in memory for {min_blocks}, got {num_found}")
+                raise PoolExhaustedError(
+                    f"min_blocks: expected {min_blocks} blocks in memory, got {num_found}, "
+                    f"since it has no room for those on disk, or the disk is busy"
+                )
         lease_id, block_ids = self.leases.lease(peer_id, block_keys, min_blocks, ttl_s)
         num_read = min(num_read, len(block_ids))
         self.num_leased[Tier.DISK.value] += num_read

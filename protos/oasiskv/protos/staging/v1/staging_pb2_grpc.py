@@ -154,7 +154,7 @@ class StagingServicer:
     def Lease(self, request, context):
         """Takes a lease on sealed blocks: by key, or all those of a handle, which is used up by it. Blocks that are only on
         disk are read into host memory first, and the answer waits for that. BlockNotFoundError if fewer than min_blocks are
-        held and intact, PoolExhaustedError if a quota is reached or memory has no room for what is on disk,
+        held and intact, PoolExhaustedError if a quota is reached or memory has no room for what is on disk or the disk is busy,
         LeaseExpiredError for a handle.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
