@@ -183,8 +183,11 @@ def _seal_size(fd: int, config: HostPoolConfig) -> None:
 
 
 def _check_shared(fd: int, config: HostPoolConfig) -> None:
-    num_bytes = os.fstat(fd).st_size
-    if num_bytes != config.total_bytes:
+    status = os.fstat(fd)
+    num_bytes = status.st_size
+    # A file of huge pages ends with a whole one; of such a file the block size is that of a page.
+    rounded = -(-config.total_bytes // status.st_blksize) * status.st_blksize
+    if num_bytes not in (config.total_bytes, rounded):
         raise ConfigError(f"fd: expected a host pool of {config.total_bytes} bytes, got {num_bytes}")
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
@@ -198,7 +201,9 @@ def _check_shared(fd: int, config: HostPoolConfig) -> None:
 def _map(resources: ExitStack, fd: int, config: HostPoolConfig, *, flags: int, writable: bool) -> mmap.mmap:
     protection = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
     try:
-        mapping = mmap.mmap(fd, config.total_bytes, flags=flags, prot=protection)
+        # All of the file: huge pages can be unmapped only whole.
+        num_bytes = config.total_bytes if fd < 0 else os.fstat(fd).st_size
+        mapping = mmap.mmap(fd, num_bytes, flags=flags, prot=protection)
     except OSError as cause:
         raise ConfigError(f"host_pool_bytes: expected a size that can be mapped, got {config.total_bytes}") from cause
     resources.callback(_unmap, mapping)
@@ -250,7 +255,7 @@ def _as_units(mapping: mmap.mmap, config: HostPoolConfig, dtype: torch.dtype, *,
             warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
         # torch keeps the object it is given alive but not its buffer: from the mapping itself, `mapping.close()` would
         # unmap under a live tensor. A memoryview holds the buffer, so that `close` raises BufferError instead.
-        flat = torch.frombuffer(memoryview(mapping), dtype=dtype)
+        flat = torch.frombuffer(memoryview(mapping)[: config.total_bytes], dtype=dtype)
     return flat.view(config.num_blocks, config.num_layers, config.num_kv_heads, config.block_size, 2 * config.head_dim)
 
 

@@ -152,5 +152,10 @@ def test_huge_pages_hold_the_pool_where_there_are_some(tmp_path: Path) -> None:
         assert os.fstat(made.blocks_fd).st_size % (2 * 2**20) == 0
         made.parts[NUM_BLOCKS - 1] = 3
         assert made.parts.shape == (NUM_BLOCKS, SHAPE.num_parts, SHAPE.part_bytes)
+        config = HostPoolConfig(
+            num_blocks=NUM_BLOCKS, num_layers=3, num_kv_heads=2, block_size=4, head_dim=8, dtype_bytes=2
+        )
+        with HostPool.attach(made.reading_fd, config, torch.float16) as pool:
+            assert (pool.units[NUM_BLOCKS - 1].view(torch.uint8) == 3).all()
     finally:
         made.close()
