@@ -13,18 +13,19 @@ from matplotlib import pyplot
 
 def draw(found: dict[str, Any], path: Path) -> None:
     rows = [row for row in found["results"] if "parts_per_s" in row or row["path"] == "SSD"]
+    names = list(dict.fromkeys(row["path"] for row in rows))
     panels = [(op, what) for what in ("one layer", "all layers") for op in ("write", "read")]
     figure, axes = pyplot.subplots(2, 2, figsize=(12, 7), sharey=True)
     for axis, (op, what) in zip(axes.flat, panels, strict=True):
         chosen = [row for row in rows if (row["op"], row["bytes"]) == (op, what)]
-        for color, name in zip(
-            ["C0", "C1", "C2", "C3", "C4"], dict.fromkeys(row["path"] for row in chosen), strict=False
-        ):
+        for number, name in enumerate(names):
             points = sorted((row["part_KiB"], row) for row in chosen if row["path"] == name)
+            if not points:
+                continue
             sizes = [size for size, _ in points]
-            axis.plot(sizes, [row["gb_per_s"] for _, row in points], marker="o", color=color, label=name)
+            axis.plot(sizes, [row["gb_per_s"] for _, row in points], marker="o", color=f"C{number}", label=name)
             if all("plain_gb_per_s" in row for _, row in points):
-                axis.plot(sizes, [row["plain_gb_per_s"] for _, row in points], linestyle=":", color=color)
+                axis.plot(sizes, [row["plain_gb_per_s"] for _, row in points], linestyle=":", color=f"C{number}")
         axis.set_title(f"{op}, {what}", fontsize=9)
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")

@@ -10,8 +10,16 @@ from typing import Any, TypeVar
 Result = TypeVar("Result")
 
 
-@functools.cache
+_starting = threading.Lock()
+
+
 def _loop() -> asyncio.AbstractEventLoop:
+    with _starting:  # two threads would start two
+        return _started_loop()
+
+
+@functools.cache
+def _started_loop() -> asyncio.AbstractEventLoop:
     # One for all, and never closed: gRPC hands the events of all loops of a process to any of them, and would fail
     # for the living ones when one is gone.
     loop = asyncio.new_event_loop()

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from oasiskv.protos.staging.v1 import staging_pb2 as pb
 from oasiskv.services.nixl import NixlAgent, Transfer
 
-CHUNK_BYTES = 32 * 2**20
+CHUNK_BYTES = 8 * 2**20
 """Of a large read: while one is under way, the one before it is verified."""
 MIN_GENERATIONS = 1024
 SPAN_PER_BLOCK = 512

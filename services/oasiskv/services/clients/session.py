@@ -12,7 +12,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from oasiskv.core.errors import InvalidRequestError, OasisError, UnsupportedError
+from oasiskv.core.errors import InvalidRequestError, LeaseExpiredError, OasisError, UnsupportedError
 from oasiskv.core.fingerprint import Fingerprint
 from oasiskv.core.service_config import TlsConfig
 from oasiskv.protos.staging.v1 import staging_pb2 as pb
@@ -302,6 +302,9 @@ class StagingSession:
             await asyncio.sleep(self._ttl_ms / 3000)
             try:
                 await self._client.call(self._client.stub.Renew, request)
+            except LeaseExpiredError as error:  # the service was restarted, or was out of reach for too long
+                logger.warning("staging at %s: all leases are lost: %s", self._config.address, error)
+                return
             except OasisError as error:
                 logger.warning("staging at %s: leases are not renewed: %s", self._config.address, error)
 
