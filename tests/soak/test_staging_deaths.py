@@ -77,5 +77,5 @@ def test_whoever_is_killed_nobody_reads_a_wrong_byte_and_nothing_stays_held(tmp_
         until(lambda: stats(server).num_leases == 0 and stats(server).num_links == 0)
         found = stats(server)
         assert (found.num_fenced_blocks, found.num_free_blocks) == (0, NUM_BLOCKS)
-        with session(server, "mapped", may_write=True) as peer:
-            peer.release(peer.allocate(NUM_BLOCKS).result()).result()
+        with session(server, "mapped", may_write=True) as last:
+            last.release(last.allocate(NUM_BLOCKS).result()).result()
