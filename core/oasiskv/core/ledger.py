@@ -4,11 +4,21 @@
 """
 
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from oasiskv.core.commands import StepCommands
+from oasiskv.core.commands import Admission, StepCommands
+from oasiskv.core.handover import HandoverLayout
 from oasiskv.core.host_blocks import HostBlockManager
 from oasiskv.core.layout import SparseLayout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Expected:
+    """What is known of a request before it is admitted, and again after a preemption."""
+
+    longest: int
+    stage: str | None
+    admission: Admission | None
 
 
 @dataclass(slots=True)
@@ -32,6 +42,10 @@ class _Request:
     """Whether the workers were told that it is sparse."""
     num_freed: int = 0
     """Block table entries below this one were gone through for freeing."""
+    stage: str | None = None
+    """Lease that the workers must be told to stage its KV under."""
+    admission: Admission | None = None
+    """What the workers must be told so that it begins with KV from staging."""
 
 
 class RequestLedger:
@@ -53,21 +67,70 @@ class RequestLedger:
         self._block_size = block_size
         self._host = host
         self._requests: dict[str, _Request] = {}
-        self._max_tokens: dict[str, int] = {}
+        self._expected: dict[str, _Expected] = {}
 
-    def expect(self, request_id: str, max_tokens: int) -> None:
-        """Note how long a request can become; one that can never become sparse gets no host blocks."""
-        self._max_tokens[request_id] = max_tokens
+    def expect(
+        self, request_id: str, max_tokens: int, *, stage: str | None = None, admission: Admission | None = None
+    ) -> None:
+        """Note how long a request can become; one that can never become sparse gets no host blocks.
+
+        Args:
+            request_id: The request.
+            max_tokens: Tokens it can have at most.
+            stage: Lease that its KV is staged under, for a process that goes on with it.
+            admission: The KV in staging that it begins with. If that is too little to be sparse, it is not used.
+        """
+        self._expected[request_id] = _Expected(longest=max_tokens, stage=stage, admission=admission)
 
     def forget(self, request_id: str) -> None:
         """Drop what `expect` noted; the request ended."""
-        self._max_tokens.pop(request_id, None)
+        self._expected.pop(request_id, None)
 
-    def admit(self, request_id: str, num_tokens: int) -> None:
-        """Note how many tokens a request that has no blocks must compute before it decodes."""
-        longest = self._max_tokens.get(request_id)
-        can_switch = longest is None or self._layout.may_switch(longest // self._block_size)
-        self._requests[request_id] = _Request(prefill_tokens=num_tokens, uses_host=can_switch)
+    def num_staged_tokens(self, request_id: str) -> int:
+        """Return with how many tokens from staging a request that has no blocks can begin; 0 if it cannot.
+
+        A request that was preempted cannot: what it generated is not in staging, and is computed with its prompt.
+        """
+        expected = self._expected.get(request_id)
+        if expected is None or expected.admission is None:
+            return 0
+        num_tokens = expected.admission.num_tokens
+        return num_tokens if self._layout.may_switch(num_tokens // self._block_size) else 0
+
+    def admit(self, request_id: str, num_tokens: int, num_staged_tokens: int = 0) -> None:
+        """Note how many tokens a request that has no blocks must compute before it decodes.
+
+        Args:
+            request_id: The request.
+            num_tokens: All of them.
+            num_staged_tokens: Those of them that it begins with; 0, or what the function of this name said.
+        """
+        expected = self._expected.get(request_id)
+        can_switch = expected is None or self._layout.may_switch(expected.longest // self._block_size)
+        request = self._requests[request_id] = _Request(prefill_tokens=num_tokens, uses_host=can_switch)
+        if expected is None:
+            return
+        if num_staged_tokens:
+            request.uses_host, request.is_sparse = True, True
+            request.admission = expected.admission
+            self._note(request, num_staged_tokens)
+            # What came from staging is not all here: it is neither written through nor found by its content.
+            request.num_ordered = request.num_stored = request.num_sealed = request.num_freed = request.num_final
+        elif can_switch:
+            request.stage = expected.stage
+
+    def first_entries(self, request_id: str) -> list[int]:
+        """Return the block table entries that a request needs for its tokens from staging, ascending."""
+        admission = self._requests[request_id].admission
+        assert admission is not None
+        places = HandoverLayout.of(admission.num_tokens, self._block_size, self._layout)
+        slots, pages = range(self._layout.budget_blocks), self._layout.page_positions(places.num_complete)
+        return [*slots, *pages, *([places.active] if places.has_active else [])]
+
+    def begins_staged(self, request_id: str) -> bool:
+        """Say whether an admitted request begins with tokens from staging and the workers were not told of it yet."""
+        request = self._requests.get(request_id)
+        return request is not None and request.admission is not None
 
     def can_grow(self, request_id: str, num_tokens: int) -> bool:
         """Say whether host memory has room for this many tokens of the request."""
@@ -118,6 +181,8 @@ class RequestLedger:
         host_blocks: dict[str, list[int]] = {}
         store: dict[str, tuple[int, int]] = {}
         switch: dict[str, int] = {}
+        stage: dict[str, str] = {}
+        admit: dict[str, Admission] = {}
         for request_id in sorted(num_computed.keys() & self._requests.keys()):
             request = self._requests[request_id]
             if not request.uses_host:
@@ -127,13 +192,24 @@ class RequestLedger:
                 host_blocks[request_id] = list(self._host.table(request_id)[request.num_announced :])
                 request.num_announced = request.num_host_blocks
             request.num_ordered = request.num_final
+            if request.stage is not None:
+                stage[request_id], request.stage = request.stage, None
+            if request.admission is not None:
+                admit[request_id], request.admission = request.admission, None
             if not request.is_sparse and request.num_final > request.num_stored:
                 store[request_id] = (request.num_stored, request.num_final)
                 request.num_stored = request.num_final
             if not request.is_sparse and self._may_switch(request):
                 switch[request_id] = request.num_final
                 request.is_sparse = True
-        return StepCommands(released=tuple(sorted(released)), host_blocks=host_blocks, store=store, switch=switch)
+        return StepCommands(
+            released=tuple(sorted(released)),
+            host_blocks=host_blocks,
+            stage=stage,
+            store=store,
+            switch=switch,
+            admit=admit,
+        )
 
     def num_dense_decodes(self, scheduled: Set[str]) -> int:
         """Count the requests of this step that decode with everything resident."""
@@ -159,6 +235,8 @@ class RequestLedger:
         """Take back everything of a request that finished or was preempted."""
         if self._requests.pop(request_id, None) is not None:
             self._host.release(request_id)
+        if (expected := self._expected.get(request_id)) is not None:
+            self._expected[request_id] = replace(expected, admission=None)
 
     def _note(self, request: _Request, num_final_tokens: int) -> None:
         request.num_processed = max(request.num_processed, num_final_tokens)

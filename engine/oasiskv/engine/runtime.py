@@ -4,15 +4,18 @@ The engine calls, in this order: `apply(commands)`, `begin_step(batch)`, then pe
 `after_attention`; the attention between them reads the `StepPlan`. What the background does is in `_background`.
 """
 
+import logging
 import time
 from collections.abc import Sequence
 
 import torch
 
-from oasiskv.core.commands import StepCommands
+from oasiskv.core.commands import Admission, StepCommands
 from oasiskv.core.config import LookaheadConfig
-from oasiskv.core.errors import CorruptBlockError
+from oasiskv.core.errors import CorruptBlockError, UnsupportedError
+from oasiskv.core.handover import HandoverLayout
 from oasiskv.engine.counters import RuntimeCounters
+from oasiskv.engine.handover import Inbox, Outbox, StagedBlocks, Unattached
 from oasiskv.engine.host_pool import HostPool
 from oasiskv.engine.pipeline import Pipeline, Stage
 from oasiskv.engine.plan import Batch, StepPlan, StepPlanner
@@ -24,6 +27,8 @@ from oasiskv.kernels.publish import publish
 from oasiskv.kernels.rows import Row, stamp_of
 from oasiskv.kernels.select import select
 from oasiskv.kernels.transfer import store, transfer
+
+logger = logging.getLogger(__name__)
 
 COUNTER_STEPS = 16
 """Steps between two copies of the device counters on a GPU."""
@@ -78,6 +83,32 @@ class Runtime:
         self._num_submitted = [0] * shape.num_layers
         self._plan: StepPlan | None = None
         self._has_drafted = False
+        self._staged: StagedBlocks = Unattached()
+        self.outbox = Outbox(shape, sets, self._kv_caches, pool)
+        self.inbox = Inbox(shape, sets, self._kv_caches, pool)
+
+    def attach(self, staged: StagedBlocks) -> None:
+        """Take a way to staging, in the place of one that was there before.
+
+        Raises:
+            UnsupportedError: this backend cannot hand requests over.
+        """
+        if self._device.type != "cpu":
+            raise UnsupportedError(f"device: expected cpu, the only one with handovers yet, got {self._device.type}")
+        if 4 * self.config.budget_blocks > self.shape.unit_bytes:
+            raise UnsupportedError(
+                f"budget_blocks: expected at most {self.shape.unit_bytes // 4}, whose map fits into a unit, "
+                f"got {self.config.budget_blocks}"
+            )
+        self._staged.close()
+        self._staged = staged
+
+    def take_failed_blocks(self) -> set[int]:
+        """Return the first engine block of each request that failed for want of its KV, since the last call."""
+        failed = self.inbox.take_failed()
+        for error in failed.values():
+            logger.warning("a request ends, for its KV did not come from staging: %s", error)
+        return {int(self.sets.slot_ids[slot, 0]) for slot in failed}
 
     @property
     def plan(self) -> StepPlan | None:
@@ -95,13 +126,17 @@ class Runtime:
         for request_id in commands.released:
             self._sparse.discard(request_id)
             self._num_host_blocks.pop(request_id, None)
+            self.outbox.close(request_id)
             if (slot := self._slot_of.pop(request_id, None)) is not None:
+                self.inbox.close(slot)
                 self._free_slots.append(slot)
         for request_id, host_ids in commands.host_blocks.items():
             slot, first = self._slot(request_id), self._num_host_blocks.get(request_id, 0)
             end = first + len(host_ids)
             self.sets.host_table[slot, first:end] = torch.tensor(host_ids, dtype=torch.int32, device=self._device)
             self._num_host_blocks[request_id] = end
+        for request_id, lease in commands.stage.items():
+            self.outbox.open(request_id, lease)
         self._commands = commands
 
     def begin_step(self, batch: Batch) -> StepPlan:
@@ -114,9 +149,20 @@ class Runtime:
         row_of = {request_id: row for row, request_id in enumerate(batch.request_ids)}
         commands, self._commands = self._commands, StepCommands()
         for request_id, (first, end) in commands.store.items():
-            self._store(slots[row_of[request_id]], batch.block_table[row_of[request_id]], first, end)
+            slot = slots[row_of[request_id]]
+            self._store(slot, batch.block_table[row_of[request_id]], first, end)
+            if self.outbox.has(request_id):
+                self.outbox.store(self._staged, request_id, slot, first, end)
         for request_id, num_complete in commands.switch.items():
-            self._switch(slots[row_of[request_id]], batch.block_table[row_of[request_id]], num_complete)
+            slot, table = slots[row_of[request_id]], batch.block_table[row_of[request_id]]
+            self._switch(slot, table, num_complete)
+            self._sparse.add(request_id)
+            if self.outbox.has(request_id):
+                num_pages = self.sets.layout.num_pages(num_complete)
+                layout = HandoverLayout(num_complete=num_complete, num_pages=num_pages, has_active=True)
+                self.outbox.export(self._staged, request_id, slot, table, layout)
+        for request_id, admission in commands.admit.items():
+            self._admit(slots[row_of[request_id]], batch.block_table[row_of[request_id]], admission)
             self._sparse.add(request_id)
         sparse = [request_id in self._sparse for request_id in batch.request_ids]
         drafted = sum(usable and flag for usable, flag in zip(batch.has_usable_draft, sparse, strict=True))
@@ -234,7 +280,14 @@ class Runtime:
                 self._settled_event.synchronize()
             elif not self._settled_event.query():  # type: ignore[no-untyped-call]
                 return self._counts or self.counters.snapshot(torch.zeros_like(self._settled_counters), self.shape)
-        self._counts = self.counters.snapshot(self._settled_counters, self.shape)
+        self._counts = self.counters.snapshot(self._settled_counters, self.shape) | {
+            "staged_bytes": self.outbox.staged_bytes,
+            "handovers": self.inbox.num_admitted,
+            "handover_bytes": self.inbox.full_bytes,
+            "admitted_bytes": self.inbox.admitted_bytes,
+            "missed": sum(self.inbox.missed_blocks),
+            "missed_bytes": sum(self.inbox.missed_bytes),
+        }
         return self._counts
 
     def _settle_counters(self) -> None:
@@ -245,6 +298,7 @@ class Runtime:
     def close(self) -> None:
         """Finish the background and give the host memory back."""
         self._pipeline.close()
+        self._staged.close()
         self._pool.close()
 
     def check_invariants(self) -> None:
@@ -257,7 +311,8 @@ class Runtime:
         slots = sorted(self._slot_of[request_id] for request_id in self._sparse)
         for layer in range(self.shape.num_layers):
             for slot in slots:
-                self._check_working_set(layer, slot)
+                if not self.inbox.is_failed(slot):
+                    self._check_working_set(layer, slot)
 
     def _slot(self, request_id: str) -> int:
         if (slot := self._slot_of.get(request_id)) is None:
@@ -271,17 +326,29 @@ class Runtime:
             store(kv_cache, table[first:end], self._pool.units, layer, host_ids)
         self.counters.stored_blocks += end - first
 
-    def _switch(self, slot: int, table: torch.Tensor, num_complete: int) -> None:
-        sets, budget = self.sets, self.config.budget_blocks
+    def _seat(self, slot: int, table: torch.Tensor, num_complete: int) -> int:
+        """Note where a request that becomes sparse has its slots and pages, and return how many pages it has."""
+        sets = self.sets
         positions = torch.tensor(sets.layout.page_positions(num_complete), device=self._device)
-        sets.slot_ids[slot] = table[:budget]
+        sets.slot_ids[slot] = table[: self.config.budget_blocks]
         sets.page_ids[slot, : len(positions)] = table[positions]
         sets.num_complete[slot] = num_complete
+        return len(positions)
+
+    def _admit(self, slot: int, table: torch.Tensor, admission: Admission) -> None:
+        layout = HandoverLayout.of(admission.num_tokens, self.shape.block_size, self.sets.layout)
+        self._seat(slot, table, layout.num_complete)
+        self.inbox.admit(self._staged, slot, admission.lease, table, layout, self.config.sink_blocks)
+        self.sets.stamp[:, slot] = stamp_of(self._step)
+
+    def _switch(self, slot: int, table: torch.Tensor, num_complete: int) -> None:
+        sets = self.sets
+        num_pages = self._seat(slot, table, num_complete)
         for layer, kv_cache in enumerate(self._kv_caches):
             switch_layer(
                 kv_cache,
                 table[:num_complete],
-                sets.page_ids[slot, : len(positions)],
+                sets.page_ids[slot, :num_pages],
                 sets.query[layer, slot],
                 sets.switch_pages,
                 sets.resident[layer, slot],
@@ -326,6 +393,7 @@ class Runtime:
 
         @torch.inference_mode()
         def run_transfer() -> None:
+            self.inbox.bring(self._staged, layer, plan, rows)
             transfer(self._pool.units, layer, kv_cache, plan, rows, sets.host_table, sets.slot_ids)
 
         return [run_predict, run_select, run_transfer]
@@ -341,7 +409,7 @@ class Runtime:
 
     def _verify(self, layer: int, plan: StepPlan) -> None:
         for slot in plan.rows[:, Row.REQUEST].tolist():
-            if slot >= 0:
+            if slot >= 0 and not self.inbox.is_failed(slot):
                 self._check_working_set(layer, slot)
 
     def _check_working_set(self, layer: int, slot: int) -> None:

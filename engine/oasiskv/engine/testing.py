@@ -9,13 +9,18 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from safetensors.torch import save_file
+
+from oasiskv.core.errors import BlockNotFoundError, PeerUnavailableError
+from oasiskv.engine.state import CacheShape
 
 Architecture = Literal["llama", "qwen3", "qwen3_moe"]
 
@@ -228,11 +233,59 @@ class Reply:
     pool_after: dict[str, int]
     counts: dict[str, float]
     facts: dict[str, Any]
+    handovers: list[list[Any]]
 
     @property
     def tokens(self) -> list[list[int]]:
         """Generated tokens of every completion, in the order of the requests."""
         return [completion["tokens"] for output in self.outputs for completion in output["completions"]]
+
+
+class StagedFolder:
+    """Staged blocks as files, one for each part: a staging service without a service.
+
+    A lease that has a file `NAME.lost` can be neither written nor read, one with `NAME.lost-after-8` not after eight
+    calls.
+    """
+
+    def __init__(self, arguments: Mapping[str, Any], shape: CacheShape) -> None:
+        """Use a folder, `arguments["folder"]`."""
+        self._folder = Path(arguments["folder"])
+        self._num_calls: Counter[str] = Counter()
+
+    def put(self, lease: str, block_indices: Sequence[int], first_layer: int, data: torch.Tensor) -> "Future[None]":
+        """Write the files."""
+        return self._do(lease, block_indices, first_layer, data, lambda part, path: torch.save(part.clone(), path))
+
+    def fetch(self, lease: str, block_indices: Sequence[int], first_layer: int, out: torch.Tensor) -> "Future[None]":
+        """Read the files."""
+        return self._do(lease, block_indices, first_layer, out, lambda part, path: part.copy_(torch.load(path)))
+
+    def close(self) -> None:
+        """Leave the files."""
+
+    def _do(
+        self,
+        lease: str,
+        block_indices: Sequence[int],
+        first_layer: int,
+        data: torch.Tensor,
+        move: Callable[[torch.Tensor, Path], object],
+    ) -> "Future[None]":
+        done: Future[None] = Future()
+        self._num_calls[lease] += 1
+        is_lost_now = self._num_calls[lease] > 8 and (self._folder / f"{lease}.lost-after-8").exists()
+        if is_lost_now or (self._folder / f"{lease}.lost").exists():
+            done.set_exception(PeerUnavailableError("staging: expected an answer, got none; nothing was moved"))
+            return done
+        try:
+            for place, index in enumerate(block_indices):
+                for layer in range(data.shape[1]):
+                    move(data[place, layer], self._folder / f"{lease}-{index}-{first_layer + layer}.pt")
+            done.set_result(None)
+        except FileNotFoundError as error:
+            done.set_exception(BlockNotFoundError(f"block_index: expected one that was written, got {error.filename}"))
+        return done
 
 
 def random_requests(
@@ -295,7 +348,8 @@ class EngineProcess:
                 over greedy decoding; `at` and `abort_at`, steps; `lora`, a folder; `tools`.
             **job: `settings` of the backend, which runs stock without; `sample=True` to look at every step;
                 `preempt_at`, steps before which all running requests are preempted; `reject_drafts=True` to
-                reject drafts in a stock engine.
+                reject drafts in a stock engine; `staged`, a folder in the place of a staging service; `take`,
+                leases whose handover is taken at the end.
 
         Raises:
             EngineStartError: the engine refused to start.

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from oasiskv.core.commands import StepCommands
+from oasiskv.core.commands import Admission, StepCommands
 from oasiskv.core.config import LookaheadConfig
 from oasiskv.core.host_memory import HostPoolConfig
 from oasiskv.engine.attention import attend, group_rows
@@ -276,6 +276,8 @@ class TinyWorker:
         by_id = {row.request_id: row for row in rows}
         for request_id, num_complete in commands.switch.items():
             self._switch(by_id[request_id], num_complete)
+        for request_id, admission in commands.admit.items():
+            self._admit(by_id[request_id], admission)
         outputs = []
         for layer in range(self.shape.num_layers):
             if layer >= self.shape.num_target_layers and not has_drafter_pass:
@@ -325,6 +327,13 @@ class TinyWorker:
             predicted = self._predict(row, layer, query, num_complete)
             for head, chosen in enumerate(predicted):
                 self.working_sets[row.request_id, layer, head] = WorkingSetModel.start(chosen, self._step)
+
+    def _admit(self, row: TinyRow, admission: Admission) -> None:
+        """Expect the working set that a switch after the prompt would have chosen."""
+        num_complete = admission.num_tokens // self.shape.block_size
+        for layer in range(self.shape.num_layers):
+            self._queries[row.request_id, layer] = self.texts.query[row.text, layer, admission.num_tokens - 1]
+        self._switch(row, num_complete)
 
     def _predict(self, row: TinyRow, layer: int, query: torch.Tensor, num_complete: int) -> list[list[int]]:
         keys = self.texts.kv[row.text, layer, :, :, : self.shape.head_dim]
@@ -421,7 +430,8 @@ class TinyWorker:
         assert int(resident.max()) < num_complete
         heads = torch.arange(self.shape.num_kv_heads)[:, None]
         held = self.kv_caches[layer][self.sets.slot_ids[slot].long()[None], heads]
-        assert torch.equal(host, true), (
+        is_here = ~self.runtime.inbox.absent[layer, slot, :num_complete]
+        assert torch.equal(host[is_here], true[is_here]), (
             f"layer {layer}: host memory of {row.request_id!r} differs from what was computed"
         )
         assert torch.equal(held, true[resident, heads]), f"layer {layer}: slots of {row.request_id!r} hold other units"

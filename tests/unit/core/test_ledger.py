@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from oasiskv.core.commands import StepCommands
+from oasiskv.core.commands import Admission, StepCommands
 from oasiskv.core.errors import PoolExhaustedError
 from oasiskv.core.host_blocks import HostBlockManager
 from oasiskv.core.layout import SparseLayout
@@ -260,3 +260,85 @@ def test_orders_are_the_same_whatever_the_order_of_a_set() -> None:
     commands = engine.step({"c": 0, "a": 0, "b": 0}, released=["z", "y"], new=8)
     assert list(commands.host_blocks) == ["a", "b", "c"]
     assert commands.released == ("y", "z")
+
+
+def staged(num_tokens: int, max_tokens: int = 10_000) -> Engine:
+    """Return an engine that was told of request `a`, whose first `num_tokens` tokens are in staging."""
+    engine = Engine()
+    admission = Admission(lease="lease", num_tokens=num_tokens)
+    engine.ledger.expect("a", max_tokens, admission=admission)
+    return engine
+
+
+def begin(engine: Engine, num_tokens: int) -> StepCommands:
+    """Admit request `a` with its staged tokens and run its first step."""
+    assert engine.ledger.num_staged_tokens("a") == num_tokens
+    engine.ledger.admit("a", num_tokens + 1, num_tokens)
+    assert engine.ledger.begins_staged("a")
+    held = engine.ledger.first_entries("a")
+    assert held == sorted(set(held))
+    engine.tables["a"] = [entry in held for entry in range(-(-num_tokens // BLOCK))]
+    return engine.step({"a": num_tokens})
+
+
+@pytest.mark.parametrize("num_tokens", [LEAST * BLOCK, LEAST * BLOCK + 1, 60, 63, 64])
+def test_a_staged_request_holds_in_every_step_what_one_that_switched_here_holds(num_tokens: int) -> None:
+    here, there = switched(num_tokens), staged(num_tokens)
+    commands = begin(there, num_tokens)
+    assert commands.admit == {"a": Admission(lease="lease", num_tokens=num_tokens)}
+    assert commands.host_blocks["a"] == list(there.host.table("a"))
+    assert len(commands.host_blocks["a"]) == -(-(num_tokens + 2) // BLOCK)
+    assert (commands.store, commands.switch, commands.stage) == ({}, {}, {})
+    assert not there.ledger.begins_staged("a")
+    assert there.ledger.is_sparse("a")
+    for step in range(1, 6 * BLOCK):
+        here.step({"a": num_tokens + step})
+        later = there.step({"a": num_tokens + step})
+        assert (later.admit, later.store, later.switch) == ({}, {}, {})
+        # What switched here gives its other blocks back one step after the switch.
+        assert there.held("a") == here.held("a")
+
+
+def test_a_staged_request_is_not_found_by_its_content() -> None:
+    engine = staged(60)
+    begin(engine, 60)
+    engine.step({"a": 66})
+    engine.ledger.seal("a", [bytes([index]) for index in range(17)])
+    assert [engine.host.find(bytes([index])) is not None for index in range(17)] == [False] * 15 + [True, False]
+
+
+def test_a_staged_request_that_was_preempted_is_computed_here() -> None:
+    engine = staged(60)
+    begin(engine, 60)
+    engine.ledger.release("a")
+    assert engine.ledger.num_staged_tokens("a") == 0
+    engine.ledger.admit("a", 66)
+    engine.tables["a"] = []
+    commands = engine.step({"a": 0}, new=66)
+    assert commands.admit == {}
+    assert not engine.ledger.is_sparse("a")
+    assert engine.step({"a": 66}).switch == {"a": 16}
+
+
+def test_a_staged_request_without_room_yet_still_begins_staged_later() -> None:
+    engine = staged(60)
+    engine.ledger.admit("a", 61, engine.ledger.num_staged_tokens("a"))
+    begin(engine, 60)
+
+
+def test_too_few_staged_tokens_to_be_sparse_are_not_used() -> None:
+    assert staged(LEAST * BLOCK - 1).ledger.num_staged_tokens("a") == 0
+    assert Engine().ledger.num_staged_tokens("a") == 0
+
+
+def test_workers_are_told_once_where_to_stage_and_again_after_a_preemption() -> None:
+    engine = Engine()
+    engine.ledger.expect("a", 62, stage="lease")
+    engine.ledger.admit("a", 60)
+    engine.tables["a"] = []
+    assert engine.step({"a": 0}, new=30).stage == {"a": "lease"}
+    assert engine.step({"a": 30}, new=30).stage == {}
+    engine.ledger.release("a")
+    engine.ledger.admit("a", 60)
+    engine.tables["a"] = []
+    assert engine.step({"a": 0}, new=60).stage == {"a": "lease"}

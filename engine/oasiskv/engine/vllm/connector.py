@@ -1,8 +1,10 @@
 """The channel between vLLM's scheduler and its workers: orders out with every step, counters back.
 
-It moves no KV between servers; vLLM's connector interface is what an out-of-tree backend has for this.
+It moves no KV itself; vLLM's connector interface is what an out-of-tree backend has for this. Of a request that is
+handed over, prefilled here or elsewhere, it tells the ledger what `kv_transfer_params` say.
 """
 
+import logging
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -16,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from oasiskv.core.commands import StepCommands
+from oasiskv.core.commands import Admission, StepCommands
 from oasiskv.core.errors import ConfigError
 from oasiskv.core.host_blocks import HostBlockManager
 from oasiskv.core.ledger import RequestLedger
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
 
 NULL_BLOCK_ID = 0
 """vLLM's placeholder in a block table."""
@@ -55,6 +59,22 @@ def host_block_bytes(kv_cache_config: "KVCacheConfig") -> int:
         specs = sorted({type(group.kv_cache_spec).__name__ for group in groups})
         raise ConfigError(f"kv_cache_config: expected one group of LookaheadSpec, got {len(groups)} of {specs}")
     return int(groups[0].kv_cache_spec.page_size_bytes) * len(groups[0].layer_names)
+
+
+def handover_of(params: dict[str, Any], num_prompt_tokens: int) -> tuple[str | None, Admission | None]:
+    """Read a request's `kv_transfer_params`: `oasiskv_stage`, or `oasiskv_lease`; both None where neither is usable.
+
+    A request with `oasiskv_stage`, the lease that its KV is staged under, is one to prefill here for another process.
+    One with `oasiskv_lease` was prefilled elsewhere: all tokens of its prompt but the last are in the lease's blocks.
+    """
+    stage, lease = params.get("oasiskv_stage"), params.get("oasiskv_lease")
+    if isinstance(stage, str) and lease is None:
+        return stage, None
+    if isinstance(lease, str) and stage is None:
+        return None, Admission(lease=lease, num_tokens=num_prompt_tokens - 1)
+    if stage is not None or lease is not None:
+        logger.warning("kv_transfer_params: expected oasiskv_stage or oasiskv_lease with a text, computing all here")
+    return None, None
 
 
 class OasisKVConnector(KVConnectorBase_V1, SupportsHMA):
@@ -111,11 +131,13 @@ class OasisKVConnector(KVConnectorBase_V1, SupportsHMA):
         if request.resumable:
             # More prompt may come at any time, which a sparse request has no place for: it stays dense.
             longest = 0
-        self._ledger.expect(request.request_id, longest)
+        stage, admission = handover_of(request.kv_transfer_params or {}, request.num_prompt_tokens)
+        self._ledger.expect(request.request_id, longest, stage=stage, admission=admission)
 
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int, bool]:
-        """Match nothing: no KV comes from elsewhere."""
-        return 0, False
+        """Match what a request begins with; the workers fetch it before they run its first step."""
+        assert self._ledger is not None
+        return self._ledger.num_staged_tokens(request.request_id), False
 
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
         """Do nothing: the block manager told the ledger."""
@@ -164,6 +186,13 @@ class OasisKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         """Do nothing."""
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Name a block of every request that could not get its KV from staging: vLLM drops its token and ends it."""
+        from oasiskv.engine.vllm.worker import current
+
+        backend = current()
+        return set() if backend is None or backend.runtime is None else backend.runtime.take_failed_blocks()
 
     def finish_forward(self) -> None:
         """Close the pass that just ran outside of a graph; model runner V2 calls it."""

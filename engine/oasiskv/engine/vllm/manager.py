@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, register_all_kvcache_specs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
@@ -84,10 +85,14 @@ class LookaheadManager(FullAttentionManager):
     ) -> int:
         """Return the blocks to allocate; more than there are when host memory is short, so that the request waits."""
         ledger = self._ledger
-        if apply_admission_cap and not self.req_to_blocks.get(request_id):
-            ledger.admit(request_id, num_tokens)
+        has_blocks = bool(self.req_to_blocks.get(request_id))
+        if apply_admission_cap and not has_blocks:
+            ledger.admit(request_id, num_tokens, total_computed_tokens - num_local_computed_tokens)
         if not ledger.can_grow(request_id, num_tokens):
             return self.block_pool.num_gpu_blocks + 1
+        if not has_blocks and ledger.begins_staged(request_id):
+            num_external_blocks = cdiv(total_computed_tokens, self.block_size)
+            return len(ledger.first_entries(request_id)) + cdiv(num_tokens, self.block_size) - num_external_blocks
         return super().get_num_blocks_to_allocate(
             request_id,
             num_tokens,
@@ -98,6 +103,20 @@ class LookaheadManager(FullAttentionManager):
             apply_admission_cap,
             prefill_end,
         )
+
+    def allocate_external_computed_blocks(
+        self,
+        request_id: str,
+        num_local_computed_tokens: int,
+        num_external_computed_tokens: int,
+        record_for_zeroing: bool = True,
+    ) -> None:
+        """Allocate what a request needs of its tokens in staging: slots, summary pages and the active block."""
+        blocks, needed = self.req_to_blocks[request_id], self._ledger.first_entries(request_id)
+        num_entries = cdiv(num_local_computed_tokens + num_external_computed_tokens, self.block_size)
+        blocks.extend([self._null_block] * num_entries)
+        for entry, block in zip(needed, self.block_pool.get_new_blocks(len(needed)), strict=True):
+            blocks[entry] = block
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[KVCacheBlock]:
         """Allocate engine blocks, and host blocks for the same tokens."""

@@ -31,6 +31,12 @@ COUNTERS: dict[str, tuple[str, str]] = {
         "Engine blocks that they would have held with everything resident.",
     ),
     "source_draft": ("lookahead_draft", "Sparse steps whose lookahead query was a draft token's, per worker."),
+    "staged_bytes": ("staged_bytes", "Bytes written to staging for other processes."),
+    "handovers": ("handovers", "Requests that began with KV from staging, per worker."),
+    "handover_bytes": ("handover_bytes", "Bytes of all KV of these requests when they began."),
+    "admitted_bytes": ("admitted_bytes", "Bytes of it that were fetched when they began, summaries included."),
+    "missed": ("missed_blocks", "Blocks that were selected and absent from this host, per layer."),
+    "missed_bytes": ("missed_bytes", "Bytes fetched from staging for these."),
     "source_self": ("lookahead_self", "Sparse steps whose lookahead query was the token's own, per worker."),
 }
 """Counted name: (metric name, help). Metrics are called `oasiskv_<name>_total`."""

@@ -268,7 +268,7 @@ class Run:
         pool = {"free": self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()}
         if self.ledger is not None:
             pool["host_free"] = self.ledger._host.num_free
-            pool["ledger_requests"] = len(self.ledger._requests) + len(self.ledger._max_tokens)
+            pool["ledger_requests"] = len(self.ledger._requests) + len(self.ledger._expected)
         return pool
 
     def counts(self) -> dict[str, float]:
@@ -314,7 +314,11 @@ def answer(engines: Engines, job: dict[str, Any]) -> dict[str, Any]:
             causes.append(f"{type(cause).__name__}: {cause}")
             cause = cause.__cause__ or cause.__context__
         return {"start_error": causes}
-    return Run(llm, job).run() | {"facts": facts(llm)}
+    if (folder := job.get("staged")) is not None:
+        llm.collective_rpc("attach_staging", args=("oasiskv.engine.testing:StagedFolder", {"folder": folder}))
+    reply = Run(llm, job).run() | {"facts": facts(llm)}
+    reply["handovers"] = [llm.collective_rpc("take_handover", args=(lease,)) for lease in job.get("take", ())]
+    return reply
 
 
 def configure(job: dict[str, Any]) -> None:

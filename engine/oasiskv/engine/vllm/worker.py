@@ -3,6 +3,7 @@
 `cpu.Worker` and `cuda.Worker` mix `LookaheadWorker` into vLLM's own worker classes.
 """
 
+import importlib
 import logging
 import time
 from typing import Any
@@ -16,7 +17,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from oasiskv.core.commands import StepCommands
 from oasiskv.core.config import LookaheadConfig
-from oasiskv.core.errors import ConfigError, UnsupportedError
+from oasiskv.core.errors import ConfigError, OasisError, UnsupportedError
 from oasiskv.core.host_memory import HostPoolConfig, check_fits, host_memory_limit, size
 from oasiskv.engine.host_pool import HostPool
 from oasiskv.engine.pipeline import Pipeline, ThreadPipeline
@@ -225,6 +226,20 @@ class WorkerBackend:
             self.begin_drafting(query_start_loc, seq_lens, block_table)
         return self.runtime.pad(num_rows)
 
+    def attach_staging(self, maker: str, arguments: dict[str, Any]) -> None:
+        """Take a way to staging; see `LookaheadWorker`."""
+        assert self.runtime is not None
+        module, _, function = maker.partition(":")
+        self.runtime.attach(getattr(importlib.import_module(module), function)(arguments, self.runtime.shape))
+
+    def take_handover(self, lease: str) -> tuple[str, str]:
+        """Say what became of a request's KV; see `LookaheadWorker`."""
+        assert self.runtime is not None
+        try:
+            return ("staged" if self.runtime.outbox.take(lease) else "under way"), ""
+        except OasisError as error:
+            return type(error).__name__, str(error)
+
     def end_step(self) -> None:
         """Forget the running step: what runs next has no requests behind it."""
         if self.runtime is not None:
@@ -360,6 +375,26 @@ class LookaheadWorker:
         result = super().compile_or_warm_up_model()  # type: ignore[misc]
         self.backend.is_warming_up = False
         return result
+
+    def attach_staging(self, maker: str, arguments: dict[str, Any]) -> None:
+        """Take a way to staging; services call this through vLLM's `collective_rpc`.
+
+        Args:
+            maker: `module:function`, called with the arguments and the `CacheShape` of this process.
+            arguments: Of the maker.
+
+        Raises:
+            OasisError: as the maker does, or the backend cannot hand requests over; what was attached before stays.
+        """
+        self.backend.attach_staging(maker, arguments)
+
+    def take_handover(self, lease: str) -> tuple[str, str]:
+        """Say what became of the KV of a request that ended here; called as `attach_staging` is.
+
+        Returns:
+            `"staged"`, `"under way"`, or the name of an error's class, which is then final; and the error's message.
+        """
+        return self.backend.take_handover(lease)
 
     def execute_dummy_batch(self) -> None:
         """Run a pass without requests, as data parallel ranks do when they have none."""

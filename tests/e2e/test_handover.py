@@ -1,0 +1,204 @@
+"""Requests prefilled by one vLLM engine and decoded by another get the tokens that one engine gives: invariant 8."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from oasiskv.engine.testing import EngineProcess, Reply, random_requests, write_tiny_eagle3, write_tiny_model
+
+pytestmark = pytest.mark.timeout(300)
+
+# Transfers are held back as long as they may be, and every resident unit is compared before each attention.
+SPARSE: dict[str, Any] = {"budget_blocks": 6, "debug_verify": True, "debug_poison": True, "debug_hold_layers": 1}
+ON_TIME = SPARSE | {"debug_hold_layers": None}
+REQUESTS = [
+    *random_requests([201, 347, 256, 400], 40),
+    *random_requests([290], 40, prompt_seed=1, temperature=0.8, seed=7),
+]
+NUM_GREEDY = 4
+
+
+@pytest.fixture(scope="session")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    target = write_tiny_model(tmp_path_factory.mktemp("handover") / "llama", num_layers=3)
+    return {"model": str(target), "skip_tokenizer_init": True, "max_model_len": 1024, "block_size": 16}
+
+
+def with_params(request: dict[str, Any], lease: dict[str, Any], **more: Any) -> dict[str, Any]:
+    params = request["params"] | more | {"extra_args": {"kv_transfer_params": lease}}
+    return request | {"params": params}
+
+
+def prefill(process: EngineProcess, engine: dict[str, Any], folder: Path, requests: list[dict[str, Any]]) -> Reply:
+    """Prefill all requests at once into leases 0, 1, ...; each computes its prompt and one decode step."""
+    folder.mkdir(exist_ok=True)
+    staged = [with_params(it, {"oasiskv_stage": str(i)}, max_tokens=2) for i, it in enumerate(requests)]
+    leases = [str(index) for index in range(len(requests))]
+    return process.run(engine, staged, settings=SPARSE, staged=str(folder), take=leases)
+
+
+def decode(
+    process: EngineProcess,
+    engine: dict[str, Any],
+    folder: Path,
+    requests: list[dict[str, Any]],
+    first: Reply,
+    *,
+    settings: dict[str, Any] = SPARSE,
+    **job: Any,
+) -> Reply:
+    """Go on with all requests after their first token, two of them later than the others."""
+    staged = []
+    for index, request in enumerate(requests):
+        going_on = request | {"prompt": request["prompt"] + first.tokens[index][:1], "at": 5 * (index % 2)}
+        num_tokens = request["params"]["max_tokens"] - 1
+        staged.append(with_params(going_on, {"oasiskv_lease": str(index)}, max_tokens=num_tokens))
+    return process.run(engine, staged, settings=settings, staged=str(folder), **job)
+
+
+def joined(first: Reply, rest: Reply) -> list[list[int]]:
+    return [one[:1] + more for one, more in zip(first.tokens, rest.tokens, strict=True)]
+
+
+def test_tokens_after_a_handover_are_those_of_one_engine(
+    engine: dict[str, Any], backend: EngineProcess, tmp_path: Path
+) -> None:
+    single = backend.run(engine, REQUESTS, settings=SPARSE)
+    first = prefill(backend, engine, tmp_path, REQUESTS)
+    assert first.handovers == [[["staged", ""]]] * len(REQUESTS)
+    assert first.counts["staged_bytes"] > 0
+    assert first.pool_after == first.pool_before
+    rest = decode(backend, engine, tmp_path, REQUESTS, first)
+    assert joined(first, rest)[:NUM_GREEDY] == single.tokens[:NUM_GREEDY]
+    assert first.tokens[NUM_GREEDY][0] == single.tokens[NUM_GREEDY][0]
+    assert rest.counts["handovers"] == len(REQUESTS)
+    assert rest.counts["switches"] == 0
+    assert 0 < rest.counts["admitted_bytes"] < rest.counts["handover_bytes"]
+    assert rest.counts["missed_bytes"] > 0
+    assert rest.pool_after == rest.pool_before
+    on_time = decode(backend, engine, tmp_path, REQUESTS, first, settings=ON_TIME)
+    assert on_time.tokens == rest.tokens
+    assert on_time.counts["missed_bytes"] == rest.counts["missed_bytes"]
+
+
+def test_a_request_whose_kv_is_lost_ends_with_an_error_and_leaves_others_alone(
+    engine: dict[str, Any], backend: EngineProcess, tmp_path: Path
+) -> None:
+    first = prefill(backend, engine, tmp_path, REQUESTS[:3])
+    whole = decode(backend, engine, tmp_path, REQUESTS[:3], first)
+    (tmp_path / "1.lost").touch()
+    broken = decode(backend, engine, tmp_path, REQUESTS[:3], first)
+    assert [output["completions"][0]["finish_reason"] for output in broken.outputs] == ["length", "error", "length"]
+    assert [broken.tokens[index] for index in (0, 2)] == [whole.tokens[index] for index in (0, 2)]
+    assert broken.tokens[1] == []
+    assert broken.pool_after == broken.pool_before
+
+
+def test_a_miss_that_does_not_come_ends_its_request_after_right_tokens(
+    engine: dict[str, Any], backend: EngineProcess, tmp_path: Path
+) -> None:
+    first = prefill(backend, engine, tmp_path, REQUESTS[:3])
+    whole = decode(backend, engine, tmp_path, REQUESTS[:3], first)
+    # What is fetched when the request begins has been written by then; what it misses later is not there.
+    (tmp_path / "1.lost-after-8").touch()
+    broken = decode(backend, engine, tmp_path, REQUESTS[:3], first)
+    assert [output["completions"][0]["finish_reason"] for output in broken.outputs] == ["length", "error", "length"]
+    assert [broken.tokens[index] for index in (0, 2)] == [whole.tokens[index] for index in (0, 2)]
+    tokens = broken.tokens[1]
+    assert 0 < len(tokens) < len(whole.tokens[1])
+    assert tokens == whole.tokens[1][: len(tokens)]
+    assert broken.pool_after == broken.pool_before
+
+
+def test_requests_that_were_preempted_after_a_handover_are_computed_again(
+    engine: dict[str, Any], backend: EngineProcess, tmp_path: Path
+) -> None:
+    first = prefill(backend, engine, tmp_path, REQUESTS[:3])
+    whole = decode(backend, engine, tmp_path, REQUESTS[:3], first)
+    resumed = decode(backend, engine, tmp_path, REQUESTS[:3], first, preempt_at=[9])
+    assert [output["was_preempted"] for output in resumed.outputs] == [True, True, True]
+    assert resumed.counts["switches"] == 3
+    for got, expected in zip(resumed.tokens, whole.tokens, strict=True):
+        assert len(got) == len(expected)
+        assert got[:3] == expected[:3]
+    assert resumed.pool_after == resumed.pool_before
+
+
+@pytest.mark.parametrize("step", [2, 7])
+def test_a_prefill_that_was_preempted_hands_all_or_nothing_over(
+    engine: dict[str, Any], backend: EngineProcess, tmp_path: Path, step: int
+) -> None:
+    chunks = engine | {"max_num_batched_tokens": 128}
+    staged = [with_params(it, {"oasiskv_stage": str(i)}, max_tokens=2) for i, it in enumerate(REQUESTS[:3])]
+    leases = [str(index) for index in range(3)]
+    first = backend.run(
+        chunks, staged, settings=SPARSE, staged=str(tmp_path), take=leases, preempt_at=[step], sample=True
+    )
+    assert any(output["was_preempted"] for output in first.outputs)
+    assert {state for ((state, _),) in first.handovers} <= {"staged", "PoolExhaustedError"}
+    assert first.pool_after == first.pool_before
+    single = backend.run(chunks, REQUESTS[:3], settings=SPARSE)
+    rest = decode(backend, chunks, tmp_path, REQUESTS[:3], first)
+    for index, ((state, _),) in enumerate(first.handovers):
+        print(f"request {index}: {state}")
+        if state == "staged":
+            # A prompt that was computed again has other chunks: sums of float32 in another order.
+            assert joined(first, rest)[index][:8] == single.tokens[index][:8]
+        else:
+            assert rest.outputs[index]["completions"][0]["finish_reason"] == "error"
+
+
+def test_a_lease_too_short_for_a_working_set_is_left_alone(
+    engine: dict[str, Any], backend: EngineProcess, tmp_path: Path
+) -> None:
+    dense = {"budget_blocks": 64}
+    requests = [with_params(request, {"oasiskv_lease": "nothing"}) for request in REQUESTS[:3]]
+    ours = backend.run(engine, requests, settings=dense, staged=str(tmp_path))
+    assert ours.tokens == backend.run(engine, REQUESTS[:3], settings=dense).tokens
+    assert ours.counts["handovers"] == 0
+
+
+def test_parameters_that_nobody_can_use_change_nothing(
+    engine: dict[str, Any], backend: EngineProcess, tmp_path: Path
+) -> None:
+    plain = backend.run(engine, REQUESTS[:2], settings=SPARSE, staged=str(tmp_path))
+    wrongs: tuple[dict[str, Any], ...]
+    wrongs = ({"oasiskv_lease": 7}, {"oasiskv_stage": ["x"]}, {"oasiskv_stage": "a", "oasiskv_lease": "b"})
+    for wrong in wrongs:
+        requests = [with_params(request, wrong) for request in REQUESTS[:2]]
+        assert backend.run(engine, requests, settings=SPARSE).tokens == plain.tokens
+
+
+def test_the_drafter_s_layers_are_handed_over_like_the_others(
+    engine: dict[str, Any], backend: EngineProcess, tmp_path: Path
+) -> None:
+    draft = write_tiny_eagle3(tmp_path / "eagle3", Path(engine["model"]))
+    drafted = engine | {
+        "speculative_config": {"method": "eagle3", "model": str(draft), "num_speculative_tokens": 1},
+    }
+    folder = tmp_path / "staged"
+    first = prefill(backend, drafted, folder, REQUESTS)
+    assert first.handovers == [[["staged", ""]]] * len(REQUESTS)
+    rest = decode(backend, drafted, folder, REQUESTS, first)
+    assert rest.counts["source_draft"] > 0.8 * rest.counts["sparse_rows"]
+    on_time = decode(backend, drafted, folder, REQUESTS, first, settings=ON_TIME)
+    assert on_time.tokens == rest.tokens
+    assert {index for index, _ in enumerate(REQUESTS)} == {int(path.name.split("-")[0]) for path in folder.glob("*.pt")}
+    assert {path.name.split("-")[2] for path in folder.glob("*.pt")} == {"0.pt", "1.pt", "2.pt", "3.pt"}
+    assert rest.pool_after == rest.pool_before
+
+
+def test_tokens_after_a_handover_are_those_of_one_engine_on_model_runner_v2(
+    engine: dict[str, Any], backend_v2: EngineProcess, tmp_path: Path
+) -> None:
+    requests = random_requests([201, 347], 20)
+    single = backend_v2.run(engine, requests, settings=SPARSE)
+    first = prefill(backend_v2, engine, tmp_path, requests)
+    rest = decode(backend_v2, engine, tmp_path, requests, first)
+    assert joined(first, rest) == single.tokens
+    (tmp_path / "1.lost").touch()
+    broken = decode(backend_v2, engine, tmp_path, requests, first)
+    assert [output["completions"][0]["finish_reason"] for output in broken.outputs] == ["length", "error"]
+    assert broken.tokens[0] == rest.tokens[0]
+    assert broken.pool_after == broken.pool_before
