@@ -48,7 +48,10 @@ def decode(
     settings: dict[str, Any] = SPARSE,
     **job: Any,
 ) -> Reply:
-    """Go on with all requests after their first token, two of them later than the others."""
+    """Go on with all requests after their first token, two of them later than the others.
+
+    An engine process runs no job twice; `has_changed=True` makes it another one when only the folder changed.
+    """
     staged = []
     for index, request in enumerate(requests):
         going_on = request | {"prompt": request["prompt"] + first.tokens[index][:1], "at": 5 * (index % 2)}
@@ -88,7 +91,7 @@ def test_a_request_whose_kv_is_lost_ends_with_an_error_and_leaves_others_alone(
     first = prefill(backend, engine, tmp_path, REQUESTS[:3])
     whole = decode(backend, engine, tmp_path, REQUESTS[:3], first)
     (tmp_path / "1.lost").touch()
-    broken = decode(backend, engine, tmp_path, REQUESTS[:3], first)
+    broken = decode(backend, engine, tmp_path, REQUESTS[:3], first, has_changed=True)
     assert [output["completions"][0]["finish_reason"] for output in broken.outputs] == ["length", "error", "length"]
     assert [broken.tokens[index] for index in (0, 2)] == [whole.tokens[index] for index in (0, 2)]
     assert broken.tokens[1] == []
@@ -102,7 +105,7 @@ def test_a_miss_that_does_not_come_ends_its_request_after_right_tokens(
     whole = decode(backend, engine, tmp_path, REQUESTS[:3], first)
     # What is fetched when the request begins has been written by then; what it misses later is not there.
     (tmp_path / "1.lost-after-8").touch()
-    broken = decode(backend, engine, tmp_path, REQUESTS[:3], first)
+    broken = decode(backend, engine, tmp_path, REQUESTS[:3], first, has_changed=True)
     assert [output["completions"][0]["finish_reason"] for output in broken.outputs] == ["length", "error", "length"]
     assert [broken.tokens[index] for index in (0, 2)] == [whole.tokens[index] for index in (0, 2)]
     tokens = broken.tokens[1]
@@ -198,7 +201,7 @@ def test_tokens_after_a_handover_are_those_of_one_engine_on_model_runner_v2(
     rest = decode(backend_v2, engine, tmp_path, requests, first)
     assert joined(first, rest) == single.tokens
     (tmp_path / "1.lost").touch()
-    broken = decode(backend_v2, engine, tmp_path, requests, first)
+    broken = decode(backend_v2, engine, tmp_path, requests, first, has_changed=True)
     assert [output["completions"][0]["finish_reason"] for output in broken.outputs] == ["length", "error"]
     assert broken.tokens[0] == rest.tokens[0]
     assert broken.pool_after == broken.pool_before
