@@ -17,7 +17,6 @@ import xxhash
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
 
 from oasiskv.core.errors import ConfigError
 from oasiskv.core.fingerprint import Fingerprint
@@ -25,8 +24,6 @@ from oasiskv.services.staging.changes import Change, ChangeLog
 
 logger = logging.getLogger(__name__)
 
-FAILURES = (RedisError, OSError, TimeoutError, ValueError, KeyError, TypeError)
-"""What a Redis that is away, slow, or holds other things than ours can raise."""
 GATHER_S = 0.02
 TTL_HEARTBEATS = 5
 
@@ -140,7 +137,7 @@ class Directory:
             return
         self._publishing.cancel()
         await asyncio.gather(self._publishing, return_exceptions=True)
-        with contextlib.suppress(*FAILURES):
+        with contextlib.suppress(Exception):
             await self._redis.unlink(self._key("holder"), self._key("keys"))
         await self._redis.aclose()
 
@@ -156,7 +153,7 @@ class Directory:
                 async with asyncio.timeout(self._timeout_s):
                     holders = await self._find_others(self._redis, block_keys)
                 is_complete = True
-            except FAILURES as error:
+            except Exception as error:  # whatever Redis or what else is at the port answers, this service goes on
                 self._failed(error)
         holders.append(
             Holder(
@@ -197,7 +194,7 @@ class Directory:
         while True:
             try:
                 sequence = await self._publish(redis, sequence)
-            except FAILURES as error:
+            except Exception as error:  # as in `find`
                 self._failed(error)
                 await asyncio.sleep(config.heartbeat_s)
                 continue
@@ -266,7 +263,7 @@ class Directory:
 
     def _failed(self, error: BaseException) -> None:
         self.num_failures += 1
-        if self.is_connected:
+        if self.is_connected or self.num_failures == 1:
             logger.warning("the directory is away, going on with local knowledge: %s", type(error).__name__)
         self.is_connected = False
 
