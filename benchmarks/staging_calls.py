@@ -17,10 +17,10 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import psutil
@@ -38,89 +38,94 @@ SHAPE = Fingerprint(model_hash="bench", dtype="float16", block_size=2, num_layer
 TTL_MS = 60_000
 
 
+Times = dict[tuple[str, int], list[float]]
+"""Seconds of each call, by name and by the second in which it began; those of the preparation are of second 0."""
+
+
 class Peer:
     """A registered caller with leases on one prompt."""
 
-    def __init__(self, client: StagingClient, number: int) -> None:
+    def __init__(self, client: StagingClient, number: int, times: Times) -> None:
         self.client = client
+        self.times = times
+        self.second = 0
         self.keys = [b"peer %d block %d" % (number, block) for block in range(BLOCKS_PER_LEASE)]
         self.taken: list[str] = []
         zeros = np.zeros((SHAPE.num_parts, SHAPE.part_bytes), np.uint8)
         self.sums = checksums(zeros).tolist()
         self.num_staged = 0
 
+    async def call(self, name: str, request: object) -> Any:
+        second, begin_s = self.second, time.perf_counter()
+        answer: Any = await self.client.call(getattr(self.client.stub, name), request)
+        self.times[name, second].append(time.perf_counter() - begin_s)
+        return answer
+
     async def begin(self, num_leases: int) -> None:
         register = pb.RegisterPeerRequest(
             fingerprint=pb.Fingerprint(**asdict(SHAPE)), name="bench", access=pb.ACCESS_STREAM
         )
-        self.peer_id: str = (await self.client.call(self.client.stub.RegisterPeer, register)).peer_id
+        self.peer_id: str = (await self.call("RegisterPeer", register)).peer_id
         await self.stage(self.keys)
         for _ in range(num_leases):
             await self.lease()
 
     async def stage(self, keys: list[bytes]) -> str:
         request = pb.AllocateRequest(peer_id=self.peer_id, num_blocks=len(keys), ttl_ms=TTL_MS)
-        lease_id: str = (await self.client.call(self.client.stub.Allocate, request)).lease_id
+        lease_id: str = (await self.call("Allocate", request)).lease_id
         blocks = [pb.SealedBlock(block_index=i, block_key=key, checksums=self.sums) for i, key in enumerate(keys)]
         seal = pb.SealRequest(peer_id=self.peer_id, lease_id=lease_id, blocks=blocks)
-        await self.client.call(self.client.stub.Seal, seal)
+        await self.call("Seal", seal)
         return lease_id
 
     async def lease(self) -> None:
         keys = pb.BlockKeys(block_keys=self.keys)
         request = pb.LeaseRequest(peer_id=self.peer_id, keys=keys, ttl_ms=TTL_MS)
-        self.taken.append((await self.client.call(self.client.stub.Lease, request)).lease_id)
+        self.taken.append((await self.call("Lease", request)).lease_id)
 
     async def release(self) -> None:
         lease_ids = [self.taken.pop(0)] if self.taken else []
-        await self.client.call(self.client.stub.Release, pb.ReleaseRequest(peer_id=self.peer_id, lease_ids=lease_ids))
+        await self.call("Release", pb.ReleaseRequest(peer_id=self.peer_id, lease_ids=lease_ids))
 
     async def renew(self) -> None:
-        await self.client.call(self.client.stub.Renew, pb.RenewRequest(peer_id=self.peer_id, ttl_ms=TTL_MS))
+        await self.call("Renew", pb.RenewRequest(peer_id=self.peer_id, ttl_ms=TTL_MS))
 
     async def locate(self) -> None:
         request = pb.LocateRequest(peer_id=self.peer_id, block_keys=self.keys * 4)
-        await self.client.call(self.client.stub.Locate, request)
+        await self.call("Locate", request)
 
     async def describe(self) -> None:
         request = pb.FetchDescriptorsRequest(peer_id=self.peer_id, lease_id=self.taken[-1], in_columns=True)
-        await self.client.call(self.client.stub.FetchDescriptors, request)
+        await self.call("FetchDescriptors", request)
 
     async def find(self) -> None:
-        await self.client.call(self.client.stub.Find, pb.FindRequest(block_keys=self.keys))
+        await self.call("Find", pb.FindRequest(block_keys=self.keys))
 
     async def allocate_and_seal(self) -> None:
         self.num_staged += 1
         lease_id = await self.stage([b"%s new %d" % (self.keys[0], self.num_staged)])
-        await self.client.call(self.client.stub.Release, pb.ReleaseRequest(peer_id=self.peer_id, lease_ids=[lease_id]))
+        await self.call("Release", pb.ReleaseRequest(peer_id=self.peer_id, lease_ids=[lease_id]))
 
 
-async def measure(address: str, num_leases: int, rate: float, seconds: float) -> dict[tuple[str, int], list[float]]:
-    """Return the seconds of each call, by name and by the second in which it began."""
+async def measure(address: str, num_leases: int, rate: float, seconds: float) -> Times:
     rng = random.Random(0)
-    times: dict[tuple[str, int], list[float]] = defaultdict(list)
+    times: Times = defaultdict(list)
     async with StagingClient(address) as client:
-        peers = [Peer(client, number) for number in range(NUM_PEERS)]
+        peers = [Peer(client, number, times) for number in range(NUM_PEERS)]
         for peer in peers:
             await peer.begin(num_leases // NUM_PEERS)
-
-        async def timed(second: int, name: str, call: Callable[[], Awaitable[None]]) -> None:
-            begin_s = time.perf_counter()
-            await call()
-            times[name, second].append(time.perf_counter() - begin_s)
-
         start_s = time.perf_counter()
         async with asyncio.TaskGroup() as calls:
             for number in range(round(rate * seconds)):
-                due_s = start_s + number / rate
-                await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
+                await asyncio.sleep(max(0.0, start_s + number / rate - time.perf_counter()))
                 peer = rng.choice(peers)
+                peer.second = 1 + int(number / rate)
                 # As many leases are taken as given back, so that their number stays.
                 name = ("lease", "release", "locate", "describe", "renew", "find", "allocate_and_seal")[number % 7]
-                calls.create_task(timed(int(number / rate), name, getattr(peer, name)))
+                calls.create_task(getattr(peer, name)())
         num_held = (await client.call(client.stub.Stats, pb.StatsRequest())).num_leases
     print(f"{num_held} leases at the end", file=sys.stderr)
-    return times
+    return {key: found for key, found in times.items() if key[1]}
 
 
 def row(name: str, seconds: list[list[float]]) -> dict[str, object]:
