@@ -120,7 +120,7 @@ async def run(config: ProcessConfig) -> None:
         if service.disk_tier is not None:
             resources.push_async_callback(service.disk_tier.stop)
             await service.disk_tier.start()
-            gc.freeze()  # what the disk holds is remembered for long: no collection has to walk through it, and stop calls
+            gc.freeze()  # the index of the disk stays: no collection has to walk through it, and stop calls
         transport = choose(staging.transport, is_strict=staging.is_strict, has_tls=config.server.tls is not None)
         data_plane = DataPlane(transport, memory, is_remote=staging.locality == "remote")
         resources.push_async_callback(data_plane.stop)
