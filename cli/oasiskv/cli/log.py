@@ -4,7 +4,7 @@ import re
 import threading
 
 _LINE = re.compile(
-    r"(?:\([^()]+ pid=\d+\) )?"  # the process
+    r"(?:\((?P<process>[^()]+) pid=\d+\) )?"
     r"(?:(?P<level>DEBUG|INFO|WARNING|ERROR|CRITICAL)"
     r"(?: \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]+\]|:) +)?"  # vLLM names time and place, uvicorn does not
     r"(?P<text>.*)"
@@ -60,11 +60,15 @@ class LogReader:
         match = _LINE.fullmatch(line)
         assert match is not None
         level, text = match["level"], match["text"]
-        self._look_for_cause(text)
+        # What the API server says once it is ready is about single requests, but for the end of its engine.
+        is_engine = (match["process"] or "API").startswith(("EngineCore", "Worker"))
+        if is_engine or not self.is_ready.is_set() or "EngineDeadError" in text:
+            self._look_for_cause(text)
         if self.is_ready.is_set():
             return line if level in self._shown_levels else None
         if text == _READY:
             self.is_ready.set()
+            self._own = self._usage = self._first = None
             return "ready"
         for pattern, words in _PROGRESS:
             if (found := pattern.match(text)) is not None:

@@ -119,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
     )
     with stopped_by_sigterm(), server:
         try:
-            return server.wait()
+            server.wait()
         except KeyboardInterrupt:
             _say("stopping")
             raise

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
-from typing import Self
+from typing import NoReturn, Self
 
 from oasiskv.cli.log import LogReader
 from oasiskv.core.errors import EngineFailedError, TransferTimeoutError
@@ -102,16 +102,14 @@ class Server:
             if time.monotonic() > end:
                 raise TransferTimeoutError(f"server: expected it to be ready in {timeout_s:.0f} s; see --verbose")
 
-    def wait(self) -> int:
-        """Wait until it ends by itself.
+    def wait(self) -> NoReturn:
+        """Wait until it ends by itself, which a server never should.
 
         Raises:
-            EngineFailedError: it did not end well.
+            EngineFailedError: it did. vLLM ends with exit code 0 when its engine was killed.
         """
         assert self._process is not None
-        if (code := self._process.wait()) != 0:
-            raise self._failure(code)
-        return code
+        raise self._failure(self._process.wait())
 
     def stop(self) -> None:
         """End every process of it: politely, then at once; safe to call again."""

@@ -54,9 +54,23 @@ def test_a_server_that_dies_without_a_cause_leaves_its_last_words(tmp_path: Path
         server.wait()
 
 
-def test_a_server_that_ends_well_is_no_failure(tmp_path: Path) -> None:
-    with make_server(tmp_path, READY) as server:
-        assert server.wait() == 0
+def test_a_server_that_ends_by_itself_has_failed_whatever_its_exit_code(tmp_path: Path) -> None:
+    with make_server(tmp_path, READY) as server, pytest.raises(EngineFailedError, match="ended with exit code 0"):
+        server.wait()
+
+
+def test_an_engine_that_dies_in_service_is_told_from_errors_of_requests(tmp_path: Path) -> None:
+    server = "(APIServer pid=4) ERROR 11-30 00:00:01 [a.py:1]"
+    code = f"""
+        print("(Worker pid=5) ERROR 11-30 00:00:01 [a.py:1] ValueError: while loading")
+        {READY}
+        print("{server} ValueError: of a request")
+        print("ValueError: of another request")
+        print("{server} vllm.v1.engine.exceptions.EngineDeadError: EngineCore died")
+    """
+    with make_server(tmp_path, code) as running, pytest.raises(EngineFailedError) as failure:
+        running.wait()
+    assert str(failure.value) == "vLLM: EngineDeadError: EngineCore died"
 
 
 def test_stopping_leaves_no_process_of_it_even_if_they_ignore_signals(
