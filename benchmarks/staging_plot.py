@@ -32,7 +32,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
         axis.set_xlabel("KiB a part")
         axis.set_ylabel("GB/s (dotted: plain copy)")
         axis.grid(visible=True, which="both", alpha=0.2)
-    axes.flat[0].legend(fontsize=7)
+    axes.flat[3].legend(fontsize=7)
     figure.suptitle(f"{found['cpu']}, NIXL {found['versions']['nixl-cu13']}, {found['date']}", fontsize=9)
     figure.tight_layout()
     figure.savefig(path, dpi=110)

@@ -126,7 +126,9 @@ def test_a_service_that_is_killed_in_the_middle_is_told_for_each_block(tmp_path:
             peer.register(out)
             assert not peer.fetch(lease, range(NUM_BLOCKS), 0, out).result().any()
             reading = peer.fetch(lease, range(NUM_BLOCKS), 0, out)
+            agent = Path(f"/proc/{server.agent_pid()}")
             server.stop(signal.SIGKILL)
+            until(lambda: not agent.exists())
             statuses = reading.result()
             right = statuses == FetchStatus.OK
             assert set(statuses.tolist()) <= {FetchStatus.OK, FetchStatus.UNAVAILABLE}
