@@ -1,7 +1,7 @@
 """Time decode steps of a served model inside vLLM, with OasisKV or without, on one GPU and real prefill.
 
     python benchmarks/decode_step.py MODEL [--drafter EAGLE3_HEAD] [--stock] [--requests 1 16 40] [--context 16384]
-        [--host-memory 100GiB] [--memory-share 0.515] [--output FILE]
+        [--host-memory 100GiB] [--host-dtype fp8] [--memory-share 0.515] [--output FILE]
 
 Weights are dummies, so the tokens mean nothing; the time, the bytes and the memory do. A step counts while all requests
 of the round decode at once. 0.515 of an H200's memory stands for an 80 GB GPU.
@@ -27,7 +27,7 @@ def start(args: argparse.Namespace) -> Any:
     most = max(args.requests)
     extra: dict[str, Any] = {}
     if not args.stock:
-        settings = {"host_pool_bytes": args.host_memory}
+        settings = {"host_pool_bytes": args.host_memory, "host_dtype": args.host_dtype}
         extra["worker_cls"] = "oasiskv.engine.vllm.cuda.Worker"
         extra["kv_transfer_config"] = {
             "kv_connector": "OasisKVConnector",
@@ -93,6 +93,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 16, 40])
     parser.add_argument("--context", type=int, default=16384)
     parser.add_argument("--host-memory", default="100GiB")
+    parser.add_argument("--host-dtype", choices=("auto", "fp8"), default="auto")
     parser.add_argument("--memory-share", type=float, default=0.515)
     parser.add_argument("--output", type=pathlib.Path)
     args = parser.parse_args()

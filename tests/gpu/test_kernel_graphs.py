@@ -1,10 +1,13 @@
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 
 from oasiskv.kernels.complete import complete
 from oasiskv.kernels.complete import reference as complete_reference
+from oasiskv.kernels.fp8 import reference as fp8_reference
+from oasiskv.kernels.fp8 import round_blocks
 from oasiskv.kernels.predict import predict
 from oasiskv.kernels.predict import reference as predict_reference
 from oasiskv.kernels.rows import SummaryLayout
@@ -12,19 +15,20 @@ from oasiskv.kernels.select import reference as select_reference
 from oasiskv.kernels.select import select
 from oasiskv.kernels.testing import Shape, counters, distinct, generator, host_units, numbers, step_rows
 from oasiskv.kernels.transfer import reference as transfer_reference
-from oasiskv.kernels.transfer import transfer
+from oasiskv.kernels.transfer import store, transfer
 
 SHAPE = Shape(
     num_kv_heads=4, group=4, head_dim=128, budget=32, max_blocks=100, dtype=torch.bfloat16, device="cuda", num_layers=2
 )
+FP8 = pytest.mark.parametrize("is_fp8", [False, True], ids=["bf16", "fp8"])
 WRITTEN = ("kv_cache", "units", "resident", "stamp", "plan", "blocks", "counters")
 
 
 class State:
     """What a layer of three requests holds; every step completes a block, predicts, selects and fetches."""
 
-    def __init__(self) -> None:
-        shape, random = SHAPE, generator(0)
+    def __init__(self, *, is_fp8: bool) -> None:
+        shape, random = replace(SHAPE, is_fp8=is_fp8), generator(0)
         heads, num_pages = shape.num_kv_heads, shape.layout.num_pages(shape.max_blocks)
         places = distinct(3 * (32 + num_pages + 1), 300, random, "cuda").view(3, -1)
         self.layout: SummaryLayout = shape.layout
@@ -86,12 +90,13 @@ def captured(action: Callable[[], None], stream: torch.cuda.Stream) -> torch.cud
     return graph
 
 
-def test_a_replayed_graph_does_what_the_references_do_step_after_step() -> None:
-    State().step(plainly=False)  # compiles
+@FP8
+def test_a_replayed_graph_does_what_the_references_do_step_after_step(is_fp8: bool) -> None:
+    State(is_fp8=is_fp8).step(plainly=False)  # compiles
     torch.cuda.synchronize()
-    got, wanted = State(), State()
+    got, wanted = State(is_fp8=is_fp8), State(is_fp8=is_fp8)
     graph = captured(lambda: got.step(plainly=False), torch.cuda.Stream())  # type: ignore[no-untyped-call]
-    assert_same(got, State())
+    assert_same(got, State(is_fp8=is_fp8))
     for step in range(6, 14):
         for state in (got, wanted):
             state.rows[:, 2] = step
@@ -104,8 +109,9 @@ def test_a_replayed_graph_does_what_the_references_do_step_after_step() -> None:
         assert_same(got, wanted)
 
 
-def test_no_operation_waits_for_the_device() -> None:
-    state = State()
+@FP8
+def test_no_operation_waits_for_the_device(is_fp8: bool) -> None:
+    state = State(is_fp8=is_fp8)
     state.step(plainly=False)
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -114,11 +120,12 @@ def test_no_operation_waits_for_the_device() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
+@FP8
 @pytest.mark.parametrize("priority", [0, -1])
-def test_work_goes_to_the_current_stream(priority: int) -> None:
-    state, wanted = State(), State()
+def test_work_goes_to_the_current_stream(priority: int, is_fp8: bool) -> None:
+    state, wanted = State(is_fp8=is_fp8), State(is_fp8=is_fp8)
     state.step(plainly=False)
-    state = State()
+    state = State(is_fp8=is_fp8)
     torch.cuda.synchronize()
     stream = torch.cuda.Stream(priority=priority)  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
@@ -130,3 +137,30 @@ def test_work_goes_to_the_current_stream(priority: int) -> None:
     stream.synchronize()
     wanted.step(plainly=True)
     assert_same(state, wanted)
+
+
+def test_in_a_graph_stored_fp8_units_come_back_as_rounding_leaves_them() -> None:
+    shape, random = replace(SHAPE, is_fp8=True), generator(7)
+    cache, units = numbers((40, *shape.unit), random, shape), host_units(20, shape, random)
+    cache[:20] *= torch.logspace(-6, 6, 20, device="cuda")[:, None, None, None]
+    cache[3, 1, 2, 5], cache[4, 0, 7, 200] = float("nan"), -float("inf")
+    exact, ids = cache.clone(), torch.arange(20, dtype=torch.int32, device="cuda")
+    plan = torch.stack([ids, ids], -1).expand(1, shape.num_kv_heads, 20, 2).contiguous()
+    rows, slots = step_rows([(0, 20, 1, -1)], "cuda"), (ids + 20)[None]
+
+    def there_and_back() -> None:
+        store(cache, ids, units, 1, ids)
+        transfer(units, 1, cache, plan, rows, ids[None], slots)
+        round_blocks(cache, ids)
+
+    there_and_back()  # compiles
+    cache.copy_(exact)
+    graph = captured(there_and_back, torch.cuda.Stream())  # type: ignore[no-untyped-call]
+    wanted = exact[:20].clone()
+    fp8_reference.round_blocks(wanted, ids)
+    for _ in range(2):  # the second time they are rounded already
+        graph.replay()
+        torch.cuda.synchronize()
+        for got in (cache[:20], cache[20:]):
+            assert torch.equal(got.isnan(), wanted.isnan())
+            assert torch.equal(got.nan_to_num(1, 2, 3).view(torch.int16), wanted.nan_to_num(1, 2, 3).view(torch.int16))

@@ -7,6 +7,7 @@ import torch
 
 from oasiskv.core.errors import ConfigError
 from oasiskv.kernels.complete import complete
+from oasiskv.kernels.fp8.reference import narrow, views, widen
 from oasiskv.kernels.rows import FRESH, Counter, stamp_of
 from oasiskv.kernels.testing import Shape, counters, distinct, generator, host_units, numbers, step_rows
 
@@ -15,6 +16,8 @@ SHAPES = [
     Shape(block_size=16, head_dim=128, num_kv_heads=3, budget=8, kind="mid"),
     Shape(block_size=32, head_dim=96, num_kv_heads=2, budget=7),
     Shape(block_size=64, head_dim=256, num_kv_heads=1, budget=3, kind="mid"),
+    Shape(block_size=16, head_dim=128, num_kv_heads=3, budget=8, is_fp8=True),
+    Shape(block_size=32, head_dim=96, num_kv_heads=2, budget=7, kind="mid", is_fp8=True),
 ]
 WRITTEN = ("kv_cache", "units", "resident", "stamp", "counters")
 
@@ -68,9 +71,15 @@ def oracle(arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
             held, stamp = out["resident"][request, head], out["stamp"][request, head]
             open_slots = [s for s in range(len(held)) if int(held[s]) >= arguments["num_sinks"]]
             victim = min(open_slots, key=(stamp // 2).tolist().__getitem__, default=0)
-            content = before[source, head]
+            content, host = before[source, head], int(arguments["host_table"][request, block])
+            if out["units"].dtype == torch.uint8:
+                rounded = narrow(content)
+                for view, values in zip(views(out["units"], tuple(before.shape[1:])), rounded, strict=True):
+                    view[host, arguments["layer"], head] = values
+                content = widen(*rounded, before.dtype)
+            else:
+                out["units"][host, arguments["layer"], head] = content
             out["kv_cache"][int(arguments["slot_ids"][request, victim]), head] = content
-            out["units"][int(arguments["host_table"][request, block]), arguments["layer"], head] = content
             out["counters"][head, Counter.EVICTED] += 1
             out["counters"][head, Counter.WASTED] += int(stamp[victim]) & FRESH
             held[victim], stamp[victim] = block, stamp_of(step)
@@ -94,7 +103,9 @@ def check(implementation: str, arguments: dict[str, Any]) -> None:
         assert torch.equal(arguments[name].cpu(), wanted[name]), name
 
 
-@pytest.mark.parametrize("base", SHAPES, ids=lambda s: f"{s.kind}-{s.block_size}x{s.head_dim}")
+@pytest.mark.parametrize(
+    "base", SHAPES, ids=lambda s: f"{s.kind}-{s.block_size}x{s.head_dim}" + ("-fp8" if s.is_fp8 else "")
+)
 def test_a_finished_block_joins_every_head_its_page_and_host_memory(
     implementation: str, dtype: torch.dtype, device: str, base: Shape
 ) -> None:

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import oasiskv.kernels.complete
+import oasiskv.kernels.fp8
 import oasiskv.kernels.predict
 import oasiskv.kernels.select
 import oasiskv.kernels.summarize
@@ -32,13 +33,14 @@ def arguments_of(name: str) -> tuple[Any, ...]:
         ),
         "transfer": (units, 1, cache, plan, rows, TABLE, TABLE[:, :3]),
         "store": (cache, TABLE[0], units, 1, TABLE[1]),
+        "round_blocks": (cache, TABLE[1]),
         "complete": (
             cache, units, 1, rows, state, state.clone(), TABLE[:, :3], TABLE, TABLE, counters(shape), False, 1,
         ),
     }[name]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["summarize", "predict", "select", "transfer", "store", "complete"])
+@pytest.mark.parametrize("name", ["summarize", "predict", "select", "transfer", "store", "complete", "round_blocks"])
 def test_the_schema_says_what_is_written_and_shapes_can_be_traced(name: str) -> None:
     operation = getattr(torch.ops.oasiskv, name).default
     results = torch.library.opcheck(

@@ -16,8 +16,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 from oasiskv.core.config import LookaheadConfig
+from oasiskv.core.host_memory import fp8_part_bytes
 from oasiskv.engine import switch
 from oasiskv.kernels.complete import kernel as complete
+from oasiskv.kernels.fp8 import kernel as fp8
 from oasiskv.kernels.plan import kernel as plan
 from oasiskv.kernels.predict import kernel as predict
 from oasiskv.kernels.publish import kernel as publish
@@ -34,7 +36,7 @@ seen = defaultdict(set)
 def record(self, *args, grid, warmup, **kwargs):
     bind = create_function_from_signature(self.signature, self.params, backend)
     _, specialization, options = bind(*args, **kwargs)
-    seen[self.fn.__name__].add(str((specialization, sorted(options.items()))))
+    seen[self.fn.__name__ + " fp8" * kwargs.get("FP8", False)].add(str((specialization, sorted(options.items()))))
 
 
 JITFunction.run = record
@@ -42,6 +44,7 @@ layers, budget, slots = 20, 8, 40
 shape = Shape(num_kv_heads=3, group=3, budget=budget, num_layers=layers, dtype=torch.bfloat16)
 cache, units = torch.zeros(64, *shape.unit), torch.zeros(70, layers, *shape.unit)
 cache, units = cache.bfloat16(), units.bfloat16()
+fp8_units = torch.zeros(70, layers, fp8_part_bytes(3, 16, 64), dtype=torch.uint8)
 
 
 def ids(*size):
@@ -56,7 +59,9 @@ counts, cap = torch.stack([counters(shape)] * layers), ids(slots)
 for n in (1, 2, 3, 4, 15, 16, 17, 32):
     for first in range(5):
         for layer in (0, 1, 2, 3, 16):
-            transfer.store(cache, ids(64)[first : first + n], units, layer, ids(64)[first // 2 :][:n])
+            for pool in (units, fp8_units):
+                transfer.store(cache, ids(64)[first : first + n], pool, layer, ids(64)[first // 2 :][:n])
+        fp8.round_blocks(cache, ids(64)[first : first + n])
         summarize.summarize(cache, ids(64)[first : first + n], cache, ids(9)[first:], first, shape.layout)
     plan.plan(
         torch.zeros(len(Given), n, dtype=torch.int32), ids(n + 1), ids(n), ids(slots, 70)[:n], ids(slots), tables[1],
@@ -66,10 +71,11 @@ for n in (1, 2, 3, 4, 15, 16, 17, 32):
     for layer in (0, 1, 2, 3, 16):
         here = resident[layer], stamp[layer]
         publish.publish(query, ids(slots)[:n], ids(slots)[:n], rows[:n], query, rows)
-        complete.complete(cache, units, layer, rows[:n], *here, *tables, counts[layer], shape.layout, 1)
+        for pool in (units, fp8_units):
+            complete.complete(cache, pool, layer, rows[:n], *here, *tables, counts[layer], shape.layout, 1)
+            transfer.transfer(pool, layer, cache, chosen[:n], rows[:n], tables[2], tables[0])
         predict.predict(query, rows[:n], cache, tables[1], blocks[:n], scores[:n], shape.layout, 0.25, "max", 0.1, 1)
         select.select(blocks[:n], scores[:n], rows[:n], cap, *here, chosen, counts[layer])
-        transfer.transfer(units, layer, cache, chosen[:n], rows[:n], tables[2], tables[0])
 
 
 def fill(query, row, staging, pages, out, scores, **settings):
@@ -94,5 +100,5 @@ def test_no_kernel_is_compiled_again_for_another_step_layer_or_request() -> None
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout)
-    assert len(seen) == 8
+    assert len(seen) == 12
     assert {name: len(keys) for name, keys in seen.items()} == dict.fromkeys(seen, 1)

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from oasiskv.core.errors import ConfigError
+from oasiskv.kernels.fp8 import round_blocks
+from oasiskv.kernels.fp8.reference import narrow, views, widen
 from oasiskv.kernels.testing import Shape, distinct, generator, host_units, numbers, step_rows
 from oasiskv.kernels.transfer import store, transfer
 
@@ -14,7 +16,14 @@ SHAPES = [
     Shape(block_size=32, head_dim=96, num_kv_heads=3),
     Shape(block_size=64, head_dim=256, num_kv_heads=2),
     Shape(block_size=16, head_dim=128, num_kv_heads=8),
+    Shape(block_size=16, head_dim=64, num_kv_heads=1, is_fp8=True),
+    Shape(block_size=32, head_dim=96, num_kv_heads=3, is_fp8=True),
+    Shape(block_size=16, head_dim=128, num_kv_heads=8, is_fp8=True),
 ]
+
+
+def name_of(shape: Shape) -> str:
+    return f"{shape.num_kv_heads}-{shape.block_size}x{shape.head_dim}" + ("-fp8" if shape.is_fp8 else "")
 
 
 def a_plan(shape: Shape, filled: list[int | None], seed: int, *, max_cap: int) -> dict[str, Any]:
@@ -44,9 +53,15 @@ def a_plan(shape: Shape, filled: list[int | None], seed: int, *, max_cap: int) -
     }
 
 
+def widened(units: torch.Tensor, unit: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A pool's units as the engine's numbers."""
+    return widen(*views(units, unit), dtype) if units.dtype == torch.uint8 else units
+
+
 def oracle(arguments: dict[str, Any]) -> torch.Tensor:
     """The cache afterwards, one unit at a time."""
     cache: torch.Tensor = arguments["kv_cache"].cpu().clone()
+    units = widened(arguments["units"], tuple(cache.shape[1:]), cache.dtype)
     plan, rows = arguments["plan"].tolist(), arguments["rows"].tolist()
     for row, heads in enumerate(plan):
         for head, entries in enumerate(heads):
@@ -55,7 +70,7 @@ def oracle(arguments: dict[str, Any]) -> torch.Tensor:
                     request = rows[row][0]
                     host = int(arguments["host_table"][request, block])
                     engine = int(arguments["slot_ids"][request, slot])
-                    cache[engine, head] = arguments["units"][host, arguments["layer"], head]
+                    cache[engine, head] = units[host, arguments["layer"], head]
     return cache
 
 
@@ -64,7 +79,7 @@ def run(implementation: str, arguments: dict[str, Any], **options: int) -> None:
     module.transfer(**arguments, **(options if implementation == "kernel" else {}))
 
 
-@pytest.mark.parametrize("base", SHAPES, ids=lambda s: f"{s.num_kv_heads}-{s.block_size}x{s.head_dim}")
+@pytest.mark.parametrize("base", SHAPES, ids=name_of)
 @pytest.mark.parametrize("max_cap", [1, 3, 4])
 def test_every_planned_unit_arrives_and_nothing_else_is_written(
     implementation: str, dtype: torch.dtype, device: str, base: Shape, max_cap: int
@@ -77,9 +92,9 @@ def test_every_planned_unit_arrives_and_nothing_else_is_written(
 
 
 @pytest.mark.parametrize("num_programs", [1, 2, 5, 999])
-@pytest.mark.parametrize("depth", [2, 4, 8])
-def test_programs_share_a_plan_with_gaps(device: str, num_programs: int, depth: int) -> None:
-    shape = Shape(num_kv_heads=2, budget=6, device=device)
+@pytest.mark.parametrize(("depth", "is_fp8"), [(2, False), (4, False), (8, False), (3, True)])
+def test_programs_share_a_plan_with_gaps(device: str, num_programs: int, depth: int, is_fp8: bool) -> None:
+    shape = Shape(num_kv_heads=2, budget=6, device=device, is_fp8=is_fp8)
     arguments = a_plan(shape, [5, 2, None, 5, 0, 1, 5], seed=1, max_cap=5)
     wanted = oracle(arguments)
     run("kernel", arguments, num_programs=num_programs, depth=depth)
@@ -102,15 +117,18 @@ def test_an_empty_plan_changes_nothing(implementation: str, device: str, filled:
     assert torch.equal(arguments["kv_cache"], before)
 
 
-@pytest.mark.parametrize("where", ["units", "kv_cache"])
+@pytest.mark.parametrize("where", ["units", "kv_cache", "fp8 units"])
 def test_offsets_past_four_gigabytes(implementation: str, device: str, where: str) -> None:
-    shape = Shape(num_kv_heads=1, head_dim=128, num_layers=1, budget=4, device=device, dtype=torch.float16)
+    is_fp8 = where == "fp8 units"
+    shape = Shape(
+        num_kv_heads=1, head_dim=128, num_layers=1, budget=4, device=device, dtype=torch.float16, is_fp8=is_fp8
+    )
     arguments = a_plan(shape, [2], seed=3, max_cap=2) | {"layer": 0}
-    table, near = ("host_table", "units") if where == "units" else ("slot_ids", "kv_cache")
+    table, near = ("slot_ids", "kv_cache") if where == "kv_cache" else ("host_table", "units")
     move = 1_050_000 - len(arguments[near])
     wanted = oracle(arguments)
     source = arguments[near]
-    pinned = where == "units" and device != "cpu"
+    pinned = near == "units" and device != "cpu"
     far = torch.empty(1_050_000, *source.shape[1:], dtype=source.dtype, device=source.device, pin_memory=pinned)
     far[move:] = source
     run(implementation, arguments | {near: far, table: arguments[table] + move})
@@ -118,7 +136,7 @@ def test_offsets_past_four_gigabytes(implementation: str, device: str, where: st
     assert torch.equal(got.cpu(), wanted)
 
 
-@pytest.mark.parametrize("base", SHAPES, ids=lambda s: f"{s.num_kv_heads}-{s.block_size}x{s.head_dim}")
+@pytest.mark.parametrize("base", SHAPES, ids=name_of)
 @pytest.mark.parametrize("count", [0, 1, 7])
 def test_store_writes_whole_blocks_of_one_layer(
     implementation: str, dtype: torch.dtype, device: str, base: Shape, count: int
@@ -128,21 +146,29 @@ def test_store_writes_whole_blocks_of_one_layer(
     block_ids, host_ids = distinct(count, 9, random, device), distinct(count, 11, random, device)
     wanted = units.clone()
     for block, host in zip(block_ids.tolist(), host_ids.tolist(), strict=True):
-        wanted[host, 1] = cache[block].cpu()
+        if shape.is_fp8:
+            for view, values in zip(views(wanted, shape.unit), narrow(cache[block].cpu()), strict=True):
+                view[host, 1] = values
+        else:
+            wanted[host, 1] = cache[block].cpu()
     import_module(f"oasiskv.kernels.transfer.{implementation}").store(cache, block_ids, units, 1, host_ids)
     if device != "cpu":
         torch.cuda.synchronize()
     assert torch.equal(units, wanted)
 
 
-def test_what_was_stored_comes_back(device: str) -> None:
-    shape, random = Shape(device=device), generator(4)
+@pytest.mark.parametrize("is_fp8", [False, True])
+def test_what_was_stored_comes_back(device: str, is_fp8: bool) -> None:
+    shape, random = Shape(device=device, is_fp8=is_fp8), generator(4)
     cache, units = numbers((6, *shape.unit), random, shape), host_units(6, shape, random)
     ids = torch.arange(6, dtype=torch.int32, device=device)
     store(cache, ids, units, 0, ids)
     back = torch.zeros_like(cache)
     plan = torch.stack([ids, ids], -1).view(1, 1, 6, 2).expand(1, 2, 6, 2).contiguous()
     transfer(units, 0, back, plan, step_rows([(0, 6, 1, -1)], device), ids[None], ids[None])
+    if is_fp8:
+        assert not torch.equal(back, cache)  # the engine's own blocks stay exact
+        round_blocks(cache, ids)
     assert torch.equal(back, cache)
 
 
@@ -151,6 +177,7 @@ def test_what_was_stored_comes_back(device: str) -> None:
     [
         ({"units": torch.zeros(4, 2, 2, 16, 64)}, r"^units: expected shape \[\*, \*, 2, 16, 128\], got"),
         ({"units": torch.zeros(4, 2, 2, 16, 128).half()}, "^units: expected torch.float32, got torch.float16"),
+        ({"units": torch.zeros(4, 2, 4096, dtype=torch.uint8)}, r"^units: expected shape \[\*, \*, 4224\], got"),
         ({"layer": 2}, "^layer: expected 0 to 1, got 2"),
         ({"plan": torch.zeros(2, 2, 2, 2, dtype=torch.int32)}, r"^plan: expected shape \[1, 2, \*, 2\], got"),
         ({"slot_ids": torch.zeros(3, 4, dtype=torch.int32)}, r"^slot_ids: expected shape \[2, \*\], got \[3, 4\]"),

@@ -335,6 +335,7 @@ class BackendMachine(RuleBasedStateMachine):
             sink_blocks=draw(st.integers(0, min(2, budget - 1))),
             debug_poison=draw(st.booleans()),
         )
+        is_fp8 = draw(st.booleans())  # K is then ten times as large, so that rounding shows
         shape = CacheShape(
             num_layers=num_layers,
             num_target_layers=max(1, num_layers - draw(st.integers(0, 1))),
@@ -343,7 +344,8 @@ class BackendMachine(RuleBasedStateMachine):
             head_dim=4,
             block_size=draw(st.sampled_from([16, 16, 32])),
             dtype=draw(st.sampled_from([torch.float32, torch.float32, torch.bfloat16])),
-            scale=0.4,
+            scale=0.04 if is_fp8 else 0.4,
+            is_fp8=is_fp8,
         )
         self.block_size = shape.block_size
         max_blocks = draw(MAX_BLOCKS)
@@ -374,7 +376,6 @@ class BackendMachine(RuleBasedStateMachine):
             )
             for _ in range(2)
         )
-
         self.add(draw(PROMPT_LISTS))
 
     @staticmethod

@@ -338,9 +338,10 @@ def _config(request: Request, pools: Pools) -> LookaheadConfig:
             settings[name] = text
     settings.setdefault("budget_blocks", pools.default_budget_blocks())
     if "host_pool_bytes" not in settings:
-        limit = host_memory_limit(user_limit_bytes=LookaheadConfig.from_mapping(settings).host_limit_bytes)
+        config = LookaheadConfig.from_mapping(settings)
+        limit = host_memory_limit(user_limit_bytes=config.host_limit_bytes)
         most = (limit.max_bytes or limit.mem_total_bytes or 2**33) // 2
-        settings["host_pool_bytes"] = pools.default_host_bytes(most)
+        settings["host_pool_bytes"] = pools.default_host_bytes(config, most)
     return LookaheadConfig.from_mapping(settings).within(pools.longest_blocks)
 
 

@@ -86,7 +86,14 @@ class Pools:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block in one worker; the same in the engine and in host memory."""
+        """Bytes of one block in one worker, in the engine."""
+        return self._block_bytes(DTYPE_BYTES[self.shape.dtype])
+
+    def host_block_bytes(self, config: LookaheadConfig) -> int:
+        """Bytes of one block in one worker, in host memory."""
+        return self._block_bytes(1) if config.host_dtype == "fp8" else self.block_bytes
+
+    def _block_bytes(self, dtype_bytes: int) -> int:
         return HostPoolConfig(
             num_blocks=1,
             num_layers=self.shape.num_layers,
@@ -94,7 +101,7 @@ class Pools:
             num_kv_heads=max(1, self.shape.num_kv_heads // self.num_workers),
             block_size=self.block_size,
             head_dim=self.shape.head_dim,
-            dtype_bytes=DTYPE_BYTES[self.shape.dtype],
+            dtype_bytes=dtype_bytes,
         ).block_bytes
 
     @property
@@ -122,10 +129,11 @@ class Pools:
         """128 blocks, or an eighth of the longest request where that is less: a small model shall be sparse too."""
         return max(2, min(128, self.max_model_len // 8 // self.block_size))
 
-    def default_host_bytes(self, most: int) -> int:
+    def default_host_bytes(self, config: LookaheadConfig, most: int) -> int:
         """Bytes of host memory in one worker: all requests at their longest, or all workers together `most`."""
-        wanted = self.max_num_seqs * self.longest_blocks * self.block_bytes
-        return max(self.block_bytes, min(wanted, most // self.num_workers))
+        block_bytes = self.host_block_bytes(config)
+        wanted = self.max_num_seqs * self.longest_blocks * block_bytes
+        return max(block_bytes, min(wanted, most // self.num_workers))
 
     def default_engine_bytes(self, config: LookaheadConfig) -> int:
         """Bytes for one longest prompt that prefills, and all other requests decoding at their longest."""
@@ -152,14 +160,15 @@ class Plan:
             ConfigError: It has not; the message names the setting to change.
         """
         pools, needed = self.pools, self.pools.longest_blocks * self.pools.block_bytes
+        host_needed = pools.longest_blocks * pools.host_block_bytes(self.config)
         if pools.max_model_len > pools.shape.max_positions:
             raise ConfigError(
                 f"--max-model-len: expected at most {pools.shape.max_positions}, for which the model was made, "
                 f"got {pools.max_model_len}"
             )
-        if self.config.host_pool_bytes < needed:
+        if self.config.host_pool_bytes < host_needed:
             raise ConfigError(
-                f"--host-memory: expected at least {size(needed * pools.num_workers)}, "
+                f"--host-memory: expected at least {size(host_needed * pools.num_workers)}, "
                 f"what {pools.max_model_len} tokens take, got {size(self.config.host_pool_bytes * pools.num_workers)}; "
                 "raise it or lower --max-model-len"
             )
@@ -173,7 +182,7 @@ class Plan:
     @property
     def num_host_blocks(self) -> int:
         """Host blocks of the engine."""
-        return self.config.host_pool_bytes // self.pools.block_bytes
+        return self.config.host_pool_bytes // self.pools.host_block_bytes(self.config)
 
     @property
     def num_engine_blocks(self) -> int | None:
@@ -209,10 +218,11 @@ class Plan:
             f"budget   {config.budget_blocks} blocks of {pools.block_size} tokens per layer and KV head "
             f"({config.budget_blocks * pools.block_size:,} tokens), at most {config.cap} fetched a step"
         )
+        units = " as fp8" if config.host_dtype == "fp8" else ""
         each = f"a worker, {pools.num_workers} workers" if pools.num_workers > 1 else ""
         yield (
-            f"memory   engine {engine}{blocks}, host {size(config.host_pool_bytes)} ({self.num_host_blocks:,} blocks) "
-            f"{each}".rstrip()
+            f"memory   engine {engine}{blocks}, host {size(config.host_pool_bytes)} "
+            f"({self.num_host_blocks:,} blocks{units}) {each}".rstrip()
         )
         yield ""
         yield "         engine blocks a request   engine memory a request    host memory   requests at a time"
@@ -228,12 +238,13 @@ class Plan:
         pools, workers = self.pools, self.pools.num_workers
         dense, held = pools.dense_blocks(num_tokens), pools.held_blocks(num_tokens, self.config)
         dense_bytes, held_bytes = (count * pools.block_bytes * workers for count in (dense, held))
+        host_bytes = dense * pools.host_block_bytes(self.config) * workers
         most = self.concurrency(num_tokens)
         limits = [most[name] for name in ("engine", "host", "seqs") if most[name] is not None]
         sparse = min(limit for limit in limits if limit is not None)
         return (
             f"{num_tokens:>7,}{dense:>11,}{held:>12,}{size(dense_bytes):>13}{size(held_bytes):>12}"
-            f"{size(dense_bytes):>18}{_count(most['dense']):>7}"
+            f"{size(host_bytes):>18}{_count(most['dense']):>7}"
             f"{_count(None if most['engine'] is None else sparse):>8}{_count(most['host']):>13}"
         )
 

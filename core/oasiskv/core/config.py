@@ -59,6 +59,11 @@ class LookaheadConfig:
     host_pool_bytes: int = 4 * 2**30
     """Host memory for KV, in bytes per worker process; accepts text such as "16GiB"."""
 
+    host_dtype: Literal["auto", "fp8"] = "auto"
+    """Type of the units in host memory: that of the engine's KV cache, or fp8 with a scale each for a unit's K and V,
+    which halves host memory and the bytes of the link. What is resident of a sparse request is then rounded to fp8 too;
+    a dense request stays exact."""
+
     host_backing: Literal["private", "shared"] = "private"
     """Private pinned memory, or shared memory that another process may map."""
 
@@ -97,6 +102,7 @@ class LookaheadConfig:
         for name, allowed in (
             ("summary", ("minmax", "mid")),
             ("group_reduction", ("max", "sum", "softmax")),
+            ("host_dtype", ("auto", "fp8")),
             ("host_backing", ("private", "shared")),
         ):
             if getattr(self, name) not in allowed:

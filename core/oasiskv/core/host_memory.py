@@ -11,12 +11,27 @@ from oasiskv.core.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-DTYPE_BYTES = (2, 4)
+DTYPE_BYTES = (1, 2, 4)
+
+FP8_SCALE_BYTES = 8
+"""What an fp8 unit takes beside its numbers: two float32 scales, of K and of V."""
+
+FP8_ALIGNMENT = 128
+"""Bytes of a line of the device's memory: fp8 units and the scales behind them start at multiples of it."""
+
+
+def fp8_part_bytes(num_kv_heads: int, block_size: int, head_dim: int) -> int:
+    """Return the bytes of a block's fp8 units in one layer: the numbers of all heads, then the scales of all heads."""
+    scales_bytes = -(-num_kv_heads * FP8_SCALE_BYTES // FP8_ALIGNMENT) * FP8_ALIGNMENT
+    return num_kv_heads * block_size * 2 * head_dim + scales_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostPoolConfig:
-    """The shape of one worker's host pool: `[num_blocks, num_layers, num_kv_heads, block_size, 2 * head_dim]`."""
+    """The shape of one worker's host pool: `[num_blocks, num_layers, num_kv_heads, block_size, 2 * head_dim]`.
+
+    One of fp8 units is `[num_blocks, num_layers, part_bytes]`, since scales lie behind the units of each layer.
+    """
 
     num_blocks: int
     """Host blocks, the same number on all workers of an engine."""
@@ -34,7 +49,7 @@ class HostPoolConfig:
     """Width of K, and of V, per token and KV head."""
 
     dtype_bytes: int
-    """Bytes per element: 2 for bf16 and fp16, 4 for fp32."""
+    """Bytes per element: 1 for fp8 units, 2 for bf16 and fp16, 4 for fp32."""
 
     def __post_init__(self) -> None:
         """Check every field.
@@ -48,6 +63,11 @@ class HostPoolConfig:
                 raise ConfigError(f"{field.name}: expected a positive integer, got {value!r}")
         if self.dtype_bytes not in DTYPE_BYTES:
             raise ConfigError(f"dtype_bytes: expected one of {DTYPE_BYTES}, got {self.dtype_bytes}")
+        if self.is_fp8 and self.unit_bytes % FP8_ALIGNMENT:
+            raise ConfigError(
+                f"block_size: expected fp8 units of a multiple of {FP8_ALIGNMENT} bytes, "
+                f"got {self.block_size} tokens of {2 * self.head_dim} bytes"
+            )
         if self.total_bytes > sys.maxsize:
             raise ConfigError(
                 f"num_blocks: expected a pool of at most {sys.maxsize} bytes, "
@@ -80,14 +100,26 @@ class HostPoolConfig:
         return replace(block, num_blocks=pool_bytes // block.block_bytes)
 
     @property
+    def is_fp8(self) -> bool:
+        """Whether units are stored as fp8."""
+        return self.dtype_bytes == 1
+
+    @property
     def unit_bytes(self) -> int:
-        """Bytes of one unit: one layer, block and KV head."""
+        """Bytes of one unit's numbers: one layer, block and KV head."""
         return self.block_size * 2 * self.head_dim * self.dtype_bytes
+
+    @property
+    def part_bytes(self) -> int:
+        """Bytes of one layer of a host block, the scales of fp8 units included."""
+        if self.is_fp8:
+            return fp8_part_bytes(self.num_kv_heads, self.block_size, self.head_dim)
+        return self.num_kv_heads * self.unit_bytes
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one host block, which are contiguous."""
-        return self.num_layers * self.num_kv_heads * self.unit_bytes
+        return self.num_layers * self.part_bytes
 
     @property
     def total_bytes(self) -> int:

@@ -27,7 +27,8 @@ logger = logging.getLogger(__name__)
 Report = Callable[[int, int], None]
 """Called with the bytes that are ready and the bytes in all, in the thread that makes the pool."""
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.uint8)
+"""Of the elements; bytes where units are fp8."""
 CHUNK_BYTES = 256 * 2**20
 """What a thread touches at a time; a multiple of the huge page size."""
 MAX_THREADS = 16
@@ -127,7 +128,8 @@ class HostPool:
     def units(self) -> torch.Tensor:
         """`[num_blocks, num_layers, num_kv_heads, block_size, 2 * head_dim]` on the CPU, contiguous, K|V per token.
 
-        The bytes of a host block are contiguous, and so are those of a unit.
+        The bytes of a host block are contiguous, and so are those of a unit. A pool of fp8 units is
+        `uint8[num_blocks, num_layers, part_bytes]`; `kernels.fp8.reference.views` tells where units and scales lie.
         """
         if self._units is None:
             raise RuntimeError("the host pool is closed")
@@ -256,6 +258,8 @@ def _as_units(mapping: mmap.mmap, config: HostPoolConfig, dtype: torch.dtype, *,
         # torch keeps the object it is given alive but not its buffer: from the mapping itself, `mapping.close()` would
         # unmap under a live tensor. A memoryview holds the buffer, so that `close` raises BufferError instead.
         flat = torch.frombuffer(memoryview(mapping)[: config.total_bytes], dtype=dtype)
+    if config.is_fp8:
+        return flat.view(config.num_blocks, config.num_layers, config.part_bytes)
     return flat.view(config.num_blocks, config.num_layers, config.num_kv_heads, config.block_size, 2 * config.head_dim)
 
 

@@ -22,6 +22,8 @@ from oasiskv.engine.plan import Batch, StepPlan, StepPlanner
 from oasiskv.engine.state import CacheShape, WorkingSets
 from oasiskv.engine.switch import switch_layer
 from oasiskv.kernels.complete import complete
+from oasiskv.kernels.fp8 import round_blocks
+from oasiskv.kernels.fp8.reference import read
 from oasiskv.kernels.predict import predict
 from oasiskv.kernels.publish import publish
 from oasiskv.kernels.rows import Row, stamp_of
@@ -95,6 +97,8 @@ class Runtime:
         """
         if self._device.type != "cpu":
             raise UnsupportedError(f"device: expected cpu, the only one with handovers yet, got {self._device.type}")
+        if self.shape.is_fp8:
+            raise UnsupportedError("host_dtype: expected auto where requests are handed over, got fp8")
         if 4 * self.config.budget_blocks > self.shape.unit_bytes:
             raise UnsupportedError(
                 f"budget_blocks: expected at most {self.shape.unit_bytes // 4}, whose map fits into a unit, "
@@ -345,6 +349,9 @@ class Runtime:
         sets = self.sets
         num_pages = self._seat(slot, table, num_complete)
         for layer, kv_cache in enumerate(self._kv_caches):
+            if self.shape.is_fp8:
+                # What the host holds is rounded; from here on so is what is resident, and its summaries.
+                round_blocks(kv_cache, table[:num_complete])
             switch_layer(
                 kv_cache,
                 table[:num_complete],
@@ -427,7 +434,10 @@ class Runtime:
                 raise CorruptBlockError(f"resident: expected the sink blocks, got {blocks} ({where}, head {head})")
         heads = torch.arange(resident.shape[0], device=self._device)[:, None]
         held = self._kv_caches[layer][sets.slot_ids[slot].long()[None], heads].cpu()
-        host = self._pool.units[sets.host_table[slot][resident.long()].long().cpu(), layer, heads.cpu()]
+        host_ids = sets.host_table[slot][resident.long()].long().cpu()
+        host = read(self._pool.units, layer, host_ids, heads.cpu(), self._kv_caches[layer])
+        if self.shape.is_fp8:  # bits of a widened NaN depend on the device
+            held, host = (torch.where(units.isnan(), torch.nan, units) for units in (held, host))
         if not torch.equal(held.view(torch.uint8), host.view(torch.uint8)):
             bad = (held != host).flatten(2).any(-1).nonzero().tolist()
             raise CorruptBlockError(f"resident: bytes differ from host memory at (head, slot) {bad[:8]} ({where})")

@@ -6,6 +6,7 @@ import torch
 
 from oasiskv.core.config import LookaheadConfig
 from oasiskv.core.errors import UnsupportedError
+from oasiskv.core.host_memory import FP8_SCALE_BYTES, HostPoolConfig
 from oasiskv.core.layout import SparseLayout
 from oasiskv.kernels.rows import Counter, Row, SummaryLayout
 
@@ -24,16 +25,39 @@ class CacheShape:
     dtype: torch.dtype
     scale: float
     """Softmax scale of attention."""
+    is_fp8: bool = False
+    """Whether the host holds units as fp8."""
+
+    @property
+    def host_dtype(self) -> torch.dtype:
+        """Type of the host pool's tensor: bytes where units are fp8, for their scales lie between them."""
+        return torch.uint8 if self.is_fp8 else self.dtype
 
     @property
     def unit_bytes(self) -> int:
-        """Bytes of one (layer, block, head)."""
-        return self.block_size * 2 * self.head_dim * self.dtype.itemsize
+        """Bytes of one (layer, block, head) on the link, its scales included."""
+        scale_bytes = FP8_SCALE_BYTES if self.is_fp8 else 0
+        return self.block_size * 2 * self.head_dim * self.host_dtype.itemsize + scale_bytes
 
     @property
     def host_block_bytes(self) -> int:
-        """Bytes of one block over all layers and heads of this process."""
-        return self.num_layers * self.num_kv_heads * self.unit_bytes
+        """Bytes in host memory of one block over all layers and heads of this process."""
+        return self.host_pool(1).block_bytes
+
+    def host_pool(self, num_blocks: int) -> HostPoolConfig:
+        """Return the shape of this process's host pool.
+
+        Raises:
+            ConfigError: units of this shape cannot be stored.
+        """
+        return HostPoolConfig(
+            num_blocks=num_blocks,
+            num_layers=self.num_layers,
+            num_kv_heads=self.num_kv_heads,
+            block_size=self.block_size,
+            head_dim=self.head_dim,
+            dtype_bytes=self.host_dtype.itemsize,
+        )
 
 
 class WorkingSets:

@@ -11,13 +11,13 @@ import torch
 
 from oasiskv.core.commands import Admission, StepCommands
 from oasiskv.core.config import LookaheadConfig
-from oasiskv.core.host_memory import HostPoolConfig
 from oasiskv.engine.attention import attend, group_rows
 from oasiskv.engine.host_pool import HostPool
 from oasiskv.engine.pipeline import Pipeline
 from oasiskv.engine.plan import Batch, StepPlan
 from oasiskv.engine.runtime import Runtime
 from oasiskv.engine.state import CacheShape, WorkingSets
+from oasiskv.kernels.fp8.reference import narrow, read, widen
 from oasiskv.kernels.rows import Counter
 
 NOISE = -1
@@ -31,10 +31,11 @@ class Texts:
     """K, V and queries of every token of a few texts, per layer.
 
     All are small integers, so that every score is exact in any float type: equal scores are equal, and the order of
-    blocks is never a matter of rounding.
+    blocks is never a matter of rounding. Where the host holds fp8, K and V are larger, and still integers when rounded.
 
     Attributes:
         kv: `[num_texts + 1, num_layers, num_tokens, num_kv_heads, 2 * head_dim]`, K in the first half.
+        held: The same as complete blocks of sparse requests hold it: rounded where the host holds fp8.
         query: `[num_texts + 1, num_layers, num_tokens, num_query_heads, head_dim]`.
     """
 
@@ -46,7 +47,11 @@ class Texts:
             size = (num_texts + 1, shape.num_layers, num_tokens, heads, width)
             return torch.randint(-largest, largest + 1, size, generator=random).to(shape.dtype)
 
-        self.kv = draw(4, shape.num_kv_heads, 2 * shape.head_dim)
+        self.kv = draw(40 if shape.is_fp8 else 4, shape.num_kv_heads, 2 * shape.head_dim)
+        self.held = self.kv.clone()
+        for first in range(0, num_tokens - shape.block_size + 1, shape.block_size) if shape.is_fp8 else ():
+            block = self.held[:, :, first : first + shape.block_size]  # [T, L, B, H, 2D]
+            block.copy_(widen(*narrow(block.transpose(2, 3)), shape.dtype).transpose(2, 3))
         self.query = draw(3, shape.num_query_heads, shape.head_dim)
 
 
@@ -75,9 +80,10 @@ class TinyRow:
             values = torch.cat([values[:-1], table[NOISE, layer, new][-1:]])
         return values
 
-    def history(self, texts: Texts, layer: int) -> torch.Tensor:
-        """Return K|V of all tokens up to the end of the step."""
-        return torch.cat([texts.kv[self.text, layer, : self.num_computed], self.of(texts.kv, layer)])
+    def history(self, texts: Texts, layer: int, num_held: int) -> torch.Tensor:
+        """Return K|V of all tokens up to the end of the step; the first `num_held` lie in blocks that were taken in."""
+        held, exact = texts.held[self.text, layer, :num_held], texts.kv[self.text, layer, num_held : self.num_computed]
+        return torch.cat([held, exact, self.of(texts.kv, layer)])
 
 
 @dataclass(slots=True)
@@ -201,17 +207,7 @@ class TinyWorker:
         cache = (num_engine_blocks, shape.num_kv_heads, shape.block_size, 2 * shape.head_dim)
         self.config, self.shape, self.texts, self.pipeline = config, shape, texts, pipeline
         self.kv_caches = [torch.full(cache, NOBODYS, dtype=shape.dtype) for _ in range(shape.num_layers)]
-        self.pool = HostPool.private(
-            HostPoolConfig(
-                num_blocks=num_host_blocks,
-                num_layers=shape.num_layers,
-                num_kv_heads=shape.num_kv_heads,
-                block_size=shape.block_size,
-                head_dim=shape.head_dim,
-                dtype_bytes=shape.dtype.itemsize,
-            ),
-            shape.dtype,
-        )
+        self.pool = HostPool.private(shape.host_pool(num_host_blocks), shape.host_dtype)
         self.sets = WorkingSets(config, shape, max_requests, max_blocks, torch.device("cpu"))
         self.runtime = Runtime(config, shape, self.sets, self.kv_caches, self.pool, pipeline)
         self.working_sets: dict[tuple[str, int, int], WorkingSetModel] = {}
@@ -336,7 +332,7 @@ class TinyWorker:
         self._switch(row, num_complete)
 
     def _predict(self, row: TinyRow, layer: int, query: torch.Tensor, num_complete: int) -> list[list[int]]:
-        keys = self.texts.kv[row.text, layer, :, :, : self.shape.head_dim]
+        keys = self.texts.held[row.text, layer, :, :, : self.shape.head_dim]
         grouped = query.reshape(self.shape.num_kv_heads, -1, self.shape.head_dim)
         size = self.shape.block_size
         return [
@@ -420,15 +416,16 @@ class TinyWorker:
     def _blocks(self, layer: int, row: TinyRow, num_complete: int) -> torch.Tensor:
         """Return the true units of a request's complete blocks, `[n, num_kv_heads, block_size, 2 * head_dim]`."""
         size = self.shape.block_size
-        tokens = self.texts.kv[row.text, layer, : num_complete * size]
+        tokens = self.texts.held[row.text, layer, : num_complete * size]
         return tokens.reshape(num_complete, size, *tokens.shape[1:]).transpose(1, 2)
 
     def _check_bytes(self, layer: int, row: TinyRow, num_complete: int) -> None:
         slot, true = self.slot_of(row.request_id), self._blocks(layer, row, num_complete)
-        host = self.pool.units[self.sets.host_table[slot, :num_complete].long(), layer]
+        host_ids, every_head = self.sets.host_table[slot, :num_complete].long(), torch.arange(self.shape.num_kv_heads)
+        host = read(self.pool.units, layer, host_ids[:, None], every_head, self.kv_caches[layer])
         resident = self.sets.resident[layer, slot].long()
         assert int(resident.max()) < num_complete
-        heads = torch.arange(self.shape.num_kv_heads)[:, None]
+        heads = every_head[:, None]
         held = self.kv_caches[layer][self.sets.slot_ids[slot].long()[None], heads]
         is_here = ~self.runtime.inbox.absent[layer, slot, :num_complete]
         assert torch.equal(host[is_here], true[is_here]), (
@@ -463,12 +460,14 @@ class TinyWorker:
             chosen = torch.tensor(sorted({0, *range(row.num_new - 1, -1, -max(1, row.num_new // 8))}))
             causal = token <= (row.num_computed + chosen)[:, None]
             sees = causal[None].repeat(self.shape.num_kv_heads, 1, 1)
+            num_held = 0
             for head in range(self.shape.num_kv_heads):
                 if (model := self.working_sets.get((row.request_id, layer, head))) is not None:
-                    is_active = token >= row.num_computed // size * size
+                    num_held = row.num_computed // size * size
+                    is_active = token >= num_held
                     sees[head] &= is_active | torch.isin(token // size, torch.tensor(model.slots))
             mine = first + chosen
-            expected = dense_attention(query[mine], row.history(self.texts, layer), sees, self.shape.scale)
+            expected = dense_attention(query[mine], row.history(self.texts, layer, num_held), sees, self.shape.scale)
             tolerance = 1e-4 if self.shape.dtype == torch.float32 else 0.06
             torch.testing.assert_close(output[mine].double(), expected, rtol=tolerance, atol=tolerance)
             first += row.num_new

@@ -3,13 +3,16 @@
 import itertools
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 import torch
 
+from oasiskv.core.host_memory import FP8_SCALE_BYTES, fp8_part_bytes
 from oasiskv.kernels.complete import kernel as complete_kernel
+from oasiskv.kernels.foreground import Foreground, Model
+from oasiskv.kernels.fp8 import kernel as fp8_kernel
+from oasiskv.kernels.fp8.reference import write
 from oasiskv.kernels.predict import kernel as predict_kernel
 from oasiskv.kernels.rows import Counter, SummaryLayout, stamp_of
 from oasiskv.kernels.select import kernel as select_kernel
@@ -18,26 +21,6 @@ from oasiskv.kernels.transfer import kernel as transfer_kernel
 
 Action = Callable[[int], None]
 """Does one thing for one layer, on the current stream."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
-    """Sizes of the model whose step is imitated; the defaults are Qwen3-8B's."""
-
-    num_layers: int = 36
-    num_kv_heads: int = 8
-    group: int = 4
-    head_dim: int = 128
-    block_size: int = 16
-    budget: int = 128
-    max_cap: int = 6
-    hidden: int = 4096
-    intermediate: int = 12288
-
-    @property
-    def unit_bytes(self) -> int:
-        """Bytes of one (layer, block, KV head), in 16-bit numbers."""
-        return self.block_size * 2 * self.head_dim * 2
 
 
 class Step:
@@ -49,12 +32,22 @@ class Step:
         num_rows: Requests in the batch.
         num_blocks: Complete blocks of each request.
         kind: Kind of summaries.
+        is_fp8: Whether the host holds fp8 units.
     """
 
     def __init__(
-        self, model: Model, memory: "Memory", num_rows: int, num_blocks: int, kind: Literal["minmax", "mid"]
+        self,
+        model: Model,
+        memory: "Memory",
+        num_rows: int,
+        num_blocks: int,
+        kind: Literal["minmax", "mid"],
+        *,
+        is_fp8: bool = False,
     ) -> None:
         self.model, self.memory, self.num_rows, self.num_blocks = model, memory, num_rows, num_blocks
+        self.units = memory.fp8_units if is_fp8 else memory.units
+        self.unit_bytes = model.unit_bytes // 2 + FP8_SCALE_BYTES if is_fp8 else model.unit_bytes
         self.layout = SummaryLayout(kind=kind, block_size=model.block_size, head_dim=model.head_dim)
         device, heads, budget = memory.device, model.num_kv_heads, model.budget
         num_pages = self.layout.num_pages(num_blocks)
@@ -122,8 +115,8 @@ class Step:
     def transfer(self, layer: int, **options: Any) -> None:
         """Fetch a full plan of random blocks."""
         transfer_kernel.transfer(
-            self.memory.units,
-            layer % self.memory.units.shape[1],
+            self.units,
+            layer % self.units.shape[1],
             self.memory.kv_caches[layer],
             self.full_plans[layer],
             self.rows,
@@ -133,13 +126,13 @@ class Step:
         )
 
     def store(self, layer: int, **options: Any) -> None:
-        """Write as many bytes through as a transfer fetches, in whole blocks."""
+        """Write as many units through as a transfer fetches, in whole blocks."""
         count = max(1, self.num_rows * self.model.max_cap)
         transfer_kernel.store(
             self.memory.kv_caches[layer],
             self.slot_ids.flatten()[:count],
-            self.memory.units,
-            layer % self.memory.units.shape[1],
+            self.units,
+            layer % self.units.shape[1],
             self.host_table.flatten()[:count],
             **options,
         )
@@ -148,8 +141,8 @@ class Step:
         """Take in the blocks that `rows` says are finished."""
         complete_kernel.complete(
             self.memory.kv_caches[layer],
-            self.memory.units,
-            layer % self.memory.units.shape[1],
+            self.units,
+            layer % self.units.shape[1],
             rows,
             self.resident[layer],
             self.stamp[layer],
@@ -167,6 +160,10 @@ class Step:
         rows[::every, 3] = self.slot_ids[::every, 0]
         return rows
 
+    def round_blocks(self, layer: int) -> None:
+        """Round one request's prompt to fp8."""
+        fp8_kernel.round_blocks(self.memory.kv_caches[layer], self.memory.any_ids[: self.num_blocks])
+
     def summarize(self, layer: int) -> None:
         """Summarize one request's prompt."""
         cache = self.memory.kv_caches[layer]
@@ -183,7 +180,7 @@ class Step:
     def transfer_bytes(self) -> int:
         """Bytes that a full plan fetches in all layers."""
         model = self.model
-        return model.num_layers * self.num_rows * model.num_kv_heads * model.max_cap * model.unit_bytes
+        return model.num_layers * self.num_rows * model.num_kv_heads * model.max_cap * self.unit_bytes
 
 
 class Memory:
@@ -207,48 +204,12 @@ class Memory:
             num_host_blocks, 4, *unit, dtype=torch.bfloat16, pin_memory=device.type == "cuda"
         )  # fmt: skip
         self.units.copy_(self.kv_caches[0][0])
+        part_bytes = fp8_part_bytes(model.num_kv_heads, model.block_size, model.head_dim)
+        shape = (num_host_blocks, 4, part_bytes)
+        self.fp8_units = torch.zeros(shape, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        write(self.fp8_units, 0, torch.zeros(1, dtype=torch.int64), self.units[:1, 0])
+        self.fp8_units[:] = self.fp8_units[0, 0].clone()
         self.any_ids = torch.randperm(num_blocks, device=device).int()
-
-
-class Foreground:
-    """The matrix products and the attention of a decode step with two tokens a row, in 16-bit numbers.
-
-    Args:
-        model: Sizes.
-        num_rows: Requests in the batch.
-        device: Where.
-    """
-
-    def __init__(self, model: Model, num_rows: int, device: torch.device) -> None:
-        self.model, self.num_rows = model, num_rows
-        width = model.num_kv_heads * model.head_dim
-        self._sizes = (model.group * width, width, width)
-
-        def weights(rows: int, columns: int) -> list[torch.Tensor]:
-            shape = (model.num_layers, rows, columns)
-            return list((torch.randn(shape, device=device, dtype=torch.bfloat16) * 0.01).unbind())
-
-        self._qkv = weights(sum(self._sizes), model.hidden)
-        self._out = weights(model.hidden, model.group * width)
-        self._up = weights(2 * model.intermediate, model.hidden)
-        self._down = weights(model.hidden, model.intermediate)
-        tokens = (model.budget + 1) * model.block_size
-        shape = (num_rows, model.num_kv_heads, tokens, model.head_dim)
-        self._keys = [torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(model.num_layers)]
-        self._values = [torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(model.num_layers)]
-        self.hidden = torch.randn(2 * num_rows, model.hidden, device=device, dtype=torch.bfloat16)
-
-    def layer(self, layer: int) -> None:
-        """Run one layer in place."""
-        model, x = self.model, self.hidden
-        q = (x @ self._qkv[layer].T)[:, : self._sizes[0]]
-        # The query heads of a group as rows of one product, as attention kernels for decoding do.
-        q = q.view(self.num_rows, 2, model.num_kv_heads, model.group, model.head_dim).permute(0, 2, 1, 3, 4)
-        q = q.reshape(self.num_rows, model.num_kv_heads, 2 * model.group, model.head_dim)
-        seen = torch.nn.functional.scaled_dot_product_attention(q, self._keys[layer], self._values[layer])
-        x = x + seen.reshape(2 * self.num_rows, -1) @ self._out[layer].T
-        gate, up = (x @ self._up[layer].T).chunk(2, -1)
-        self.hidden.copy_(x + (torch.nn.functional.silu(gate) * up) @ self._down[layer].T).clamp_(-8, 8)
 
 
 def _stream(priority: int = 0) -> torch.cuda.Stream:
@@ -434,22 +395,25 @@ def run(emit: Callable[[dict[str, object]], None]) -> None:
     for rows, blocks, kind in SIZES:
         step = Step(model, memory, rows, blocks, kind)
         layers, unit = model.num_layers, model.unit_bytes * model.num_kv_heads
+        copied = [("", step), ("-fp8", Step(model, memory, rows, blocks, kind, is_fp8=True))]
         say("predict", step, measure([step.predict], layers), step.predict_bytes, "hbm_copy_gbps")
         step.predict(0)
         say("select", step, measure([step.select], layers, step.reset), 0, "hbm_copy_gbps")
-        if kind == "minmax" and blocks == 1024:
-            say("transfer", step, measure([step.transfer], layers), step.transfer_bytes, "host_to_device_gbps")
-            say("store", step, measure([step.store], layers), step.transfer_bytes, "device_to_host_gbps")
-            some = step.finished(model.block_size)
-            finished = layers * unit * len(range(0, rows, model.block_size))
-            ms = measure([partial(step.complete, rows=some)], layers, step.reset)
-            say("complete", step, ms, finished, "device_to_host_gbps")
+        for name, one in copied if kind == "minmax" and blocks == 1024 else ():
+            say(f"transfer{name}", one, measure([one.transfer], layers), one.transfer_bytes, "host_to_device_gbps")
+            say(f"store{name}", one, measure([one.store], layers), one.transfer_bytes, "device_to_host_gbps")
+            some = one.finished(model.block_size)
+            finished = layers * model.num_kv_heads * one.unit_bytes * len(range(0, rows, model.block_size))
+            ms = measure([partial(one.complete, rows=some)], layers, one.reset)
+            say(f"complete{name}", one, ms, finished, "device_to_host_gbps")
         if rows == 1:
             ms = measure([step.summarize], layers)
             say("summarize", step, ms, layers * blocks * unit // 2, "hbm_copy_gbps")
+            say("round_blocks", step, measure([step.round_blocks], layers), layers * blocks * unit * 2, "hbm_copy_gbps")
 
     for rows in FOREGROUNDS:
-        run_beside(Step(model, memory, rows, 1024, "minmax"), ceiling, emit)
+        for is_fp8 in (False, True):
+            run_beside(Step(model, memory, rows, 1024, "minmax", is_fp8=is_fp8), ceiling, emit)
 
 
 def run_beside(step: Step, ceiling: dict[str, float], emit: Callable[[dict[str, object]], None]) -> None:
@@ -477,7 +441,8 @@ def run_beside(step: Step, ceiling: dict[str, float], emit: Callable[[dict[str, 
     ms = measure_together(foreground, compute, (), step.reset)
     beyond = round((ms - alone - share_ms) / alone, 3)
     emit({"op": "foreground+predict+select", **sizes, "step_ms": round(ms, 3), "beyond_share_of_bytes": beyond})
-    for name, action in (("transfer", step.transfer), ("store", step.store)):
+    suffix = "" if step.units is step.memory.units else "-fp8"
+    for name, action in ((f"transfer{suffix}", step.transfer), (f"store{suffix}", step.store)):
         ms = measure_together(foreground, (), (action,))
         beside, own = measure_beside(graph, (action,), layers)
         found = {
@@ -487,4 +452,4 @@ def run_beside(step: Step, ceiling: dict[str, float], emit: Callable[[dict[str, 
         }
         emit({"op": f"foreground+{name}", **sizes, **found})
     ms = measure_together(foreground, compute, (step.transfer,), step.reset)
-    emit({"op": "foreground+predict+select+transfer", **sizes, "step_ms": round(ms, 3)})
+    emit({"op": f"foreground+predict+select+transfer{suffix}", **sizes, "step_ms": round(ms, 3)})

@@ -3,6 +3,7 @@
 import torch
 
 from oasiskv.core.errors import ConfigError
+from oasiskv.core.host_memory import fp8_part_bytes
 from oasiskv.kernels.rows import Row, SummaryLayout
 
 _CONTENT = (torch.float32, torch.float16, torch.bfloat16)
@@ -72,7 +73,11 @@ def units(value: torch.Tensor, layer: int, kv_cache: torch.Tensor) -> None:
     Raises:
         ConfigError: The pool does not hold units of this cache, or has no such layer.
     """
-    tensor("units", value, (None, None, *kv_cache.shape[1:]), (kv_cache.dtype,))
+    if value.dtype == torch.uint8:
+        _, num_kv_heads, block_size, width = kv_cache.shape
+        tensor("units", value, (None, None, fp8_part_bytes(num_kv_heads, block_size, width // 2)), (torch.uint8,))
+    else:
+        tensor("units", value, (None, None, *kv_cache.shape[1:]), (kv_cache.dtype,))
     if not 0 <= layer < value.shape[1]:
         raise ConfigError(f"layer: expected 0 to {value.shape[1] - 1}, got {layer}")
 

@@ -5,6 +5,8 @@ from typing import Literal
 
 import torch
 
+from oasiskv.core.host_memory import fp8_part_bytes
+from oasiskv.kernels.fp8.reference import write
 from oasiskv.kernels.rows import Counter, Row, SummaryLayout
 
 TOLERANCE: dict[torch.dtype, float] = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -32,6 +34,8 @@ class Shape:
     """Most complete blocks of a request."""
     num_layers: int = 2
     dtype: torch.dtype = torch.float32
+    is_fp8: bool = False
+    """Whether the host pool holds fp8 units."""
     device: str = "cpu"
 
     @property
@@ -88,4 +92,10 @@ def counters(shape: Shape) -> torch.Tensor:
 def host_units(num_host_blocks: int, shape: Shape, random: torch.Generator) -> torch.Tensor:
     """Return a pool of random units in host memory, pinned if the device is not the CPU."""
     drawn = torch.randn((num_host_blocks, shape.num_layers, *shape.unit), generator=random).to(shape.dtype)
+    if shape.is_fp8:
+        part_bytes = fp8_part_bytes(shape.num_kv_heads, shape.block_size, shape.head_dim)
+        units = torch.zeros(num_host_blocks, shape.num_layers, part_bytes, dtype=torch.uint8)
+        for layer in range(shape.num_layers):
+            write(units, layer, torch.arange(num_host_blocks), drawn[:, layer])
+        drawn = units
     return drawn if shape.device == "cpu" else drawn.pin_memory()

@@ -1,5 +1,6 @@
 """What a server will take: the arithmetic against numbers worked out by hand."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -77,8 +78,8 @@ def test_the_default_budget_is_128_blocks_or_an_eighth_of_the_longest(max_model_
 
 def test_default_host_memory_holds_all_requests_within_what_there_is() -> None:
     pools = make_pools(num_workers=3)
-    assert pools.default_host_bytes(2**50) == 4 * 513 * BLOCK_BYTES // 3
-    assert pools.default_host_bytes(3 * 2**20) == 2**20
+    assert pools.default_host_bytes(LookaheadConfig(), 2**50) == 4 * 513 * BLOCK_BYTES // 3
+    assert pools.default_host_bytes(LookaheadConfig(), 3 * 2**20) == 2**20
 
 
 def test_the_default_engine_pool_holds_one_prefill_and_the_other_requests_sparse() -> None:
@@ -90,6 +91,23 @@ def test_requests_at_a_time_are_counted_by_tier() -> None:
     plan = make_plan(make_pools())
     assert plan.num_engine_blocks == 1024
     assert plan.concurrency(8192) == {"dense": 2, "engine": 1024 // 160, "host": 2000 // 512, "seqs": 4}
+
+
+def test_fp8_units_let_host_memory_hold_more_and_leave_the_engine_as_it_is() -> None:
+    # A quarter of float32, and a line of scales in each layer.
+    block_bytes = 30 * (3 * 16 * 2 * 64 + 128)
+    config = LookaheadConfig(budget_blocks=128, host_pool_bytes=2000 * block_bytes + 1, host_dtype="fp8")
+    pools = make_pools()
+    plan = Plan(pools=pools, config=config, engine_bytes=1025 * BLOCK_BYTES)
+    assert pools.host_block_bytes(config) == block_bytes
+    assert pools.default_host_bytes(config, 2**50) == 4 * 513 * block_bytes
+    assert (plan.num_host_blocks, plan.num_engine_blocks) == (2000, 1024)
+    assert plan.concurrency(8192)["host"] == 2000 // 512
+    lines = list(plan.lines())
+    assert "host 358.9 MiB (2,000 blocks as fp8)" in lines[2]
+    assert lines[-1].split()[7:9] == ["91.9", "MiB"]
+    with pytest.raises(ConfigError, match=r"^--host-memory: expected at least 92\.1 MiB"):
+        Plan(pools=pools, config=replace(config, host_pool_bytes=512 * block_bytes), engine_bytes=None)
 
 
 def test_an_unknown_engine_pool_is_shown_as_unknown_and_a_guess_as_a_guess() -> None:

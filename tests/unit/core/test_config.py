@@ -36,6 +36,7 @@ BAD: dict[str, list[Any]] = {
         "9" * 400,
         "1e9",
     ],
+    "host_dtype": ["bf16", "float8", None, 8],
     "host_backing": ["pinned", None],
     "host_limit_bytes": [0, "-1GiB", "lots", False, 1.5, float("inf")],
     "debug_verify": ["yes", None, 2, 1, 0, 1.0],

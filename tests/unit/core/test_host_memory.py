@@ -34,6 +34,21 @@ def test_a_unit_of_16_tokens_of_128_in_bf16_is_8_kib() -> None:
     assert config.total_bytes == 10 * 36 * 8 * 8 * 1024
 
 
+@pytest.mark.parametrize(("num_kv_heads", "scale_bytes"), [(1, 128), (8, 128), (16, 128), (17, 256)])
+def test_fp8_units_take_half_of_bf16_and_their_scales_whole_lines(num_kv_heads: int, scale_bytes: int) -> None:
+    config = HostPoolConfig(num_blocks=10, **(SHAPE | {"dtype_bytes": 1, "num_kv_heads": num_kv_heads}))
+    assert config.unit_bytes == 4 * 1024
+    assert config.part_bytes == num_kv_heads * 4 * 1024 + scale_bytes
+    assert config.total_bytes == 10 * 36 * config.part_bytes
+
+
+def test_fp8_units_that_are_no_whole_lines_are_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^block_size: expected fp8 units of a multiple of 128 bytes, got 16 tokens of 6"
+    ):
+        HostPoolConfig(**(SHAPE | {"num_blocks": 1, "dtype_bytes": 1, "head_dim": 3}))
+
+
 @pytest.mark.parametrize("field", ["num_blocks", *SHAPE])
 @pytest.mark.parametrize("value", [0, -1, 1.5, True])
 def test_a_field_that_is_no_positive_integer_is_refused(field: str, value: Any) -> None:
@@ -41,8 +56,8 @@ def test_a_field_that_is_no_positive_integer_is_refused(field: str, value: Any) 
         HostPoolConfig(**({"num_blocks": 1, **SHAPE} | {field: value}))
 
 
-def test_an_element_of_other_than_two_or_four_bytes_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^dtype_bytes: expected one of \(2, 4\), got 3$"):
+def test_an_element_of_three_bytes_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^dtype_bytes: expected one of \(1, 2, 4\), got 3$"):
         HostPoolConfig(**({"num_blocks": 1, **SHAPE} | {"dtype_bytes": 3}))
 
 

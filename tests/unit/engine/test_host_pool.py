@@ -86,6 +86,15 @@ def test_a_host_block_and_a_unit_are_contiguous_bytes(make: Make) -> None:
 
 
 @BACKINGS
+def test_a_pool_of_fp8_units_is_bytes_by_layer(make: Make) -> None:
+    config = replace(CONFIG, dtype_bytes=1, block_size=16, head_dim=24)
+    with make(config, torch.uint8) as pool:
+        assert pool.units.shape == (config.num_blocks, config.num_layers, config.part_bytes)
+        assert pool.units.is_contiguous()
+        assert pool.units.nbytes == config.total_bytes
+
+
+@BACKINGS
 def test_all_pages_are_there_from_the_start_and_zero(make: Make) -> None:
     before = resident_bytes()
     with make(LARGE, torch.bfloat16) as pool:

@@ -1,6 +1,7 @@
 """What `Runtime` promises, case by case; tests/property/test_backend_machine.py tries any schedule."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,7 +9,8 @@ import torch
 
 from oasiskv.core.commands import StepCommands
 from oasiskv.core.config import LookaheadConfig
-from oasiskv.core.errors import CorruptBlockError, OasisError
+from oasiskv.core.errors import CorruptBlockError, OasisError, UnsupportedError
+from oasiskv.engine.handover import Unattached
 from oasiskv.engine.pipeline import InlinePipeline, Pipeline, Stage, ThreadPipeline
 from oasiskv.engine.plan import Batch
 from oasiskv.engine.state import CacheShape
@@ -29,6 +31,8 @@ SHAPE = CacheShape(
     scale=0.4,
 )
 TEXTS = Texts(2, 400, SHAPE, seed=7)
+FP8_SHAPE = replace(SHAPE, is_fp8=True, scale=0.04)
+FP8_TEXTS = Texts(2, 400, FP8_SHAPE, seed=7)
 Make = Callable[..., TinyWorker]
 
 
@@ -63,12 +67,12 @@ class Gate(InlinePipeline):
 def make() -> Iterator[Make]:
     workers = []
 
-    def build(pipeline: Pipeline | None = None, **changes: Any) -> TinyWorker:
+    def build(pipeline: Pipeline | None = None, *, is_fp8: bool = False, **changes: Any) -> TinyWorker:
         settings = {"budget_blocks": BUDGET, "min_cap": 2, "fetch_ratio": 0, **changes}
         worker = TinyWorker(
             LookaheadConfig.from_mapping(settings),
-            SHAPE,
-            TEXTS,
+            FP8_SHAPE if is_fp8 else SHAPE,
+            FP8_TEXTS if is_fp8 else TEXTS,
             num_engine_blocks=64,
             num_host_blocks=64,
             max_requests=2,
@@ -238,6 +242,39 @@ def test_bytes_are_counted_by_unit(make: Make) -> None:
     assert counts["load_bytes"] == counts["fetched"] * SHAPE.unit_bytes
     assert counts["store_bytes"] == 9 * SHAPE.host_block_bytes
     assert (counts["switches"], counts["sparse_rows"]) == (1, 17)
+
+
+def test_of_fp8_units_real_bytes_are_counted(make: Make) -> None:
+    worker = make(is_fp8=True)
+    decode(worker, prefill(worker), BLOCK)
+    worker.runtime.fence()
+    counts = worker.runtime.counts()
+    unit_bytes = BLOCK * 2 * 4 + 8
+    assert counts["load_bytes"] == counts["fetched"] * unit_bytes > 0
+    assert counts["store_bytes"] == 9 * NUM_LAYERS * 2 * unit_bytes
+
+
+def test_with_fp8_units_a_dense_request_stays_exact_and_a_sparse_one_is_rounded(make: Make) -> None:
+    worker = make(is_fp8=True, debug_verify=True)
+    worker.run(StepCommands(host_blocks={"a": list(range(25))}), [row("a", 0, 8 * BLOCK)])
+    exact = [cache[1:9].clone() for cache in worker.kv_caches]
+    worker.run(StepCommands(store={"a": (0, 8)}), [row("a", 8 * BLOCK, 1)])
+    assert all(torch.equal(cache[1:9], was) for cache, was in zip(worker.kv_caches, exact, strict=True))
+    worker.run(StepCommands(switch={"a": 8}), [row("a", 8 * BLOCK + 1, 1)])
+    sink = [cache[1] for cache in worker.kv_caches]
+    assert not any(torch.equal(unit, was[0]) for unit, was in zip(sink, exact, strict=True))
+    num_tokens = decode(worker, 8 * BLOCK + 2, 2 * BLOCK)
+    worker.runtime.check_invariants()
+    worker.kv_caches[1][2, 1, 3, 5] += 4
+    with pytest.raises(
+        CorruptBlockError, match=r"^resident: bytes differ from host memory at \(head, slot\) \[\[1, 1\]\]"
+    ):
+        run_bare_step(worker, num_tokens)
+
+
+def test_requests_with_fp8_units_are_not_handed_over(make: Make) -> None:
+    with pytest.raises(UnsupportedError, match=r"^host_dtype: expected auto where requests are handed over, got fp8"):
+        make(is_fp8=True).runtime.attach(Unattached())
 
 
 def test_rows_look_ahead_with_the_draft_token_where_it_can_be_used(make: Make) -> None:

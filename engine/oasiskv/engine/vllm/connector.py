@@ -19,8 +19,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from oasiskv.core.commands import Admission, StepCommands
+from oasiskv.core.config import LookaheadConfig
 from oasiskv.core.errors import ConfigError
 from oasiskv.core.host_blocks import HostBlockManager
+from oasiskv.core.host_memory import HostPoolConfig
 from oasiskv.core.ledger import RequestLedger
 from oasiskv.engine.vllm import settings
 from oasiskv.engine.vllm.manager import LookaheadManager, LookaheadSpec
@@ -48,17 +50,25 @@ class StepMetadata(KVConnectorMetadata):
     commands: StepCommands = field(default_factory=StepCommands)
 
 
-def host_block_bytes(kv_cache_config: "KVCacheConfig") -> int:
-    """Return the bytes of one block over all layers of one worker.
+def host_block_bytes(kv_cache_config: "KVCacheConfig", config: LookaheadConfig) -> int:
+    """Return the bytes in host memory of one block over all layers of one worker.
 
     Raises:
-        ConfigError: the layers were not all given OasisKV's spec.
+        ConfigError: the layers were not all given OasisKV's spec, or their units cannot be stored as fp8.
     """
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1 or not isinstance(groups[0].kv_cache_spec, LookaheadSpec):
         specs = sorted({type(group.kv_cache_spec).__name__ for group in groups})
         raise ConfigError(f"kv_cache_config: expected one group of LookaheadSpec, got {len(groups)} of {specs}")
-    return int(groups[0].kv_cache_spec.page_size_bytes) * len(groups[0].layer_names)
+    spec = groups[0].kv_cache_spec
+    return HostPoolConfig(
+        num_blocks=1,
+        num_layers=len(groups[0].layer_names),
+        num_kv_heads=spec.num_kv_heads,
+        block_size=spec.block_size,
+        head_dim=spec.head_size,
+        dtype_bytes=1 if config.host_dtype == "fp8" else spec.dtype.itemsize,
+    ).block_bytes
 
 
 def handover_of(params: dict[str, Any], num_prompt_tokens: int) -> tuple[str | None, Admission | None]:
@@ -86,7 +96,8 @@ class OasisKVConnector(KVConnectorBase_V1, SupportsHMA):
         settings.check(vllm_config)
         self._config = settings.load(vllm_config)
         self._vllm_config = vllm_config
-        self._num_host_blocks = settings.num_host_blocks(vllm_config, self._config, host_block_bytes(kv_cache_config))
+        block_bytes = host_block_bytes(kv_cache_config, self._config)
+        self._num_host_blocks = settings.num_host_blocks(vllm_config, self._config, block_bytes)
         self._ledger: RequestLedger | None = None
         self._host: HostBlockManager | None = None
         self._pool: Any = None

@@ -18,7 +18,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from oasiskv.core.commands import StepCommands
 from oasiskv.core.config import LookaheadConfig
 from oasiskv.core.errors import ConfigError, OasisError, UnsupportedError
-from oasiskv.core.host_memory import HostPoolConfig, check_fits, host_memory_limit, size
+from oasiskv.core.host_memory import check_fits, host_memory_limit, size
 from oasiskv.engine.host_pool import HostPool
 from oasiskv.engine.pipeline import Pipeline, ThreadPipeline
 from oasiskv.engine.plan import Batch, StepPlan
@@ -115,6 +115,7 @@ class WorkerBackend:
             block_size=self.vllm_config.cache_config.block_size,
             dtype=self.vllm_config.model_config.dtype,
             scale=scale,
+            is_fp8=self.config.host_dtype == "fp8",
         )
         self._sets = WorkingSets(
             self.config,
@@ -134,7 +135,7 @@ class WorkerBackend:
         assert self._sets is not None
         context = self.vllm_config.compilation_config.static_forward_context
         group = kv_cache_config.kv_cache_groups[0]
-        block_bytes = host_block_bytes(kv_cache_config)
+        block_bytes = host_block_bytes(kv_cache_config, self.config)
         if set(group.layer_names) != self._layers.keys() or not isinstance(group.kv_cache_spec, LookaheadSpec):
             raise ConfigError(f"kv_cache_config: expected a cache for {sorted(self._layers)}, got {group.layer_names}")
         caches = [context[name].kv_cache for name in self._layers]
@@ -268,14 +269,7 @@ class WorkerBackend:
 
     def _make_pool(self, num_blocks: int, engine_bytes: int) -> HostPool:
         assert self._shape is not None
-        config = HostPoolConfig(
-            num_blocks=num_blocks,
-            num_layers=self._shape.num_layers,
-            num_kv_heads=self._shape.num_kv_heads,
-            block_size=self._shape.block_size,
-            head_dim=self._shape.head_dim,
-            dtype_bytes=self._shape.dtype.itemsize,
-        )
+        config = self._shape.host_pool(num_blocks)
         parallel = self.vllm_config.parallel_config
         num_processes = parallel.world_size * max(1, parallel.data_parallel_size_local)
         is_cuda = self._sets is not None and self._sets.cap.is_cuda
@@ -287,7 +281,7 @@ class WorkerBackend:
         check_fits(config.total_bytes, limit, num_processes=num_processes, others=others)
         make = HostPool.private if self.config.host_backing == "private" else HostPool.shared
         progress = _Progress()
-        pool = make(config, self._shape.dtype, pin=is_cuda, report=progress)
+        pool = make(config, self._shape.host_dtype, pin=is_cuda, report=progress)
         progress.end(config.total_bytes)
         return pool
 

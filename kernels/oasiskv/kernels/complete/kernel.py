@@ -4,13 +4,28 @@ import torch
 import triton
 import triton.language as tl
 
+from oasiskv.kernels.fp8 import kernel as fp8
+from oasiskv.kernels.fp8.kernel import exponent_of, finite_bits, narrow, power_of_two, widen
 from oasiskv.kernels.rows import FRESH, Counter, Row, SummaryLayout
+
+
+@triton.jit
+def _narrowed(content, inside, out, out_scale, LEAST: tl.constexpr, TOP: tl.constexpr, NATIVE: tl.constexpr):
+    """Write the K or the V of a unit as fp8, and return it as the host now holds it."""
+    wide = content.to(tl.float32)
+    largest = tl.max(tl.max(tl.where(inside, finite_bits(wide), 0), axis=1), axis=0)
+    exponent = exponent_of(largest, LEAST, TOP)
+    numbers = narrow(wide, exponent, TOP, NATIVE)
+    tl.store(out, numbers, mask=inside)
+    tl.store(out_scale, power_of_two(exponent))
+    return widen(numbers, power_of_two(exponent), content.dtype, NATIVE)
 
 
 @triton.jit(do_not_specialize=["layer"])
 def _complete(
     kv_cache,
     units,
+    scales,
     rows,
     resident,
     stamp,
@@ -41,6 +56,11 @@ def _complete(
     COUNTERS: tl.constexpr,
     WASTED: tl.constexpr,
     EVICTED: tl.constexpr,
+    FP8: tl.constexpr,
+    PART: tl.constexpr,
+    LEAST: tl.constexpr,
+    TOP: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):
     row = rows + tl.program_id(0) * COLUMNS
     head = tl.program_id(1)
@@ -70,12 +90,19 @@ def _complete(
         # All of this head's reads come before its writes: the summary page may be the block that was read.
         tl.debug_barrier()
 
+        if FP8:
+            part = (host * num_layers + layer) * PART
+            out = units + part + head * unit + at
+            out_scales = scales + (part + H * unit) // 4 + 2 * head
+            keys = _narrowed(keys, inside, out, out_scales, LEAST, TOP, NATIVE)
+            values = _narrowed(values, inside, out + D, out_scales + 1, LEAST, TOP, NATIVE)
+        else:
+            out = units + ((host * num_layers + layer) * H + head) * unit + at
+            tl.store(out, keys, mask=inside)
+            tl.store(out + D, values, mask=inside)
         target = kv_cache + (engine * H + head) * unit + at
         tl.store(target, keys, mask=inside)
         tl.store(target + D, values, mask=inside)
-        out = units + ((host * num_layers + layer) * H + head) * unit + at
-        tl.store(out, keys, mask=inside)
-        tl.store(out + D, values, mask=inside)
         tl.store(resident + state, block, mask=slot == victim)
         tl.store(stamp + state, 2 * step, mask=slot == victim)
 
@@ -113,9 +140,11 @@ def complete(
     if len(rows) == 0:
         return
     budget = resident.shape[-1]
+    is_fp8 = units.dtype == torch.uint8
     _complete[(len(rows), num_kv_heads)](
         kv_cache,
         units,
+        units.view(torch.float32),
         rows,
         resident,
         stamp,
@@ -146,5 +175,8 @@ def complete(
         COUNTERS=len(Counter),
         WASTED=Counter.WASTED,
         EVICTED=Counter.EVICTED,
+        FP8=is_fp8,
+        PART=units.shape[-1] if is_fp8 else 0,
+        **fp8.constants(kv_cache),
         num_warps=4 if block_size * width <= 8192 else 8,
     )

@@ -2,6 +2,7 @@
 
 import torch
 
+from oasiskv.kernels.fp8.reference import narrow, widen, write
 from oasiskv.kernels.rows import FRESH, Counter, Row, SummaryLayout, stamp_of
 from oasiskv.kernels.summarize.reference import summarize
 
@@ -31,7 +32,9 @@ def complete(
         age = (last // 2).long() * held.shape[1] + slot
         victim = torch.where(held < num_sinks, torch.iinfo(torch.int64).max, age).argmin(-1)
         finished = kv_cache[source].clone()  # [H, B, 2D]
-        units[int(host_table[request, block]), layer] = finished.to(units.device)
+        write(units, layer, host_table[request, block].to(units.device).long()[None], finished[None])
+        if units.dtype == torch.uint8:
+            finished = widen(*narrow(finished), finished.dtype)
         kv_cache[slot_ids[request, victim].long(), heads] = finished
         counters[:, Counter.WASTED] += last[heads, victim] & FRESH
         counters[:, Counter.EVICTED] += 1

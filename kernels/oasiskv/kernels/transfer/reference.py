@@ -2,6 +2,7 @@
 
 import torch
 
+from oasiskv.kernels.fp8.reference import read, write
 from oasiskv.kernels.rows import Row
 
 
@@ -19,11 +20,12 @@ def transfer(
     request = rows[row, Row.REQUEST].long()
     block, slot = plan[row, head, entry].long().unbind(-1)
     source = host_table[request, block].to(units.device).long()
-    kv_cache[slot_ids[request, slot].long(), head] = units[source, layer, head.to(units.device)].to(kv_cache.device)
+    content = read(units, layer, source, head.to(units.device), kv_cache)
+    kv_cache[slot_ids[request, slot].long(), head] = content.to(kv_cache.device)
 
 
 def store(
     kv_cache: torch.Tensor, block_ids: torch.Tensor, units: torch.Tensor, layer: int, host_ids: torch.Tensor
 ) -> None:
     """Write blocks through to host memory; see `op.store`."""
-    units[host_ids.to(units.device).long(), layer] = kv_cache[block_ids.long()].to(units.device)
+    write(units, layer, host_ids.to(units.device).long(), kv_cache[block_ids.long()])

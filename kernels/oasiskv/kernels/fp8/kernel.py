@@ -1,0 +1,99 @@
+"""Narrowing and widening in Triton, for every kernel that touches fp8 units, and rounding blocks in place.
+
+All arithmetic on scales is on the bits of powers of two, so that nothing depends on how a device divides.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from oasiskv.kernels.fp8.reference import LEAST_EXPONENT, top_exponent
+
+
+@triton.jit
+def finite_bits(content):
+    """Return the bits of the absolute values of float32 numbers, 0 for those that are not finite; they order alike."""
+    bits = content.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return tl.where(bits < 0x7F800000, bits, 0)
+
+
+@triton.jit
+def exponent_of(largest, LEAST: tl.constexpr, TOP: tl.constexpr):
+    """Return the exponent of the scale of numbers, from the bits of the largest of them."""
+    # 448 is 1.75 * 2 ** 8.
+    exponent = (largest >> 23) - (127 + 8) + ((largest & 0x7FFFFF) > 0x600000).to(tl.int32)
+    return tl.minimum(tl.maximum(exponent, LEAST), TOP)
+
+
+@triton.jit
+def power_of_two(exponent):
+    """Return it as float32."""
+    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def narrow(content, exponent, TOP: tl.constexpr, NATIVE: tl.constexpr):
+    """Return float32 numbers as bytes of fp8; `exponent`, of their scale, broadcasts."""
+    limit = tl.where(exponent == TOP, 240.0, 448.0)
+    scaled = content * power_of_two(-exponent)
+    # Comparisons rather than minimum and maximum, which may drop NaN.
+    scaled = tl.where(scaled > limit, limit, scaled)
+    scaled = tl.where(scaled < -limit, -limit, scaled)
+    if NATIVE:
+        return scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    # Triton's interpreter loses the carry of a number that rounds up to the next power of two.
+    bits = scaled.to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - ((127 - 7) << 3)
+    # From 2 ** 14 on, float32 counts in steps of 2 ** -9, the least fp8 number.
+    counted = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) & 0x7FFFFF
+    rounded = tl.where(size < (127 - 6) << 23, counted, normal)
+    return tl.where(size > 0x7F800000, 0x7F, rounded | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def widen(numbers, scale, dtype: tl.constexpr, NATIVE: tl.constexpr):
+    """Return bytes of fp8 as numbers of a dtype; `scale`, float32, broadcasts."""
+    content = numbers.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale
+    if not NATIVE:
+        # Triton's interpreter knows no NaN in this format.
+        content = tl.where((numbers & 0x7F) == 0x7F, float("nan"), content)
+    return content.to(dtype)
+
+
+@triton.jit(do_not_specialize_on_alignment=["block_ids"])
+def _round_blocks(
+    kv_cache, block_ids, H: tl.constexpr, B: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr, LEAST: tl.constexpr,
+    TOP: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    block = tl.load(block_ids + tl.program_id(0)).to(tl.int64)
+    # [2, B, DIM]: K and V.
+    half, token, dim = tl.arange(0, 2)[:, None, None], tl.arange(0, B)[None, :, None], tl.arange(0, DIM)[None, None, :]
+    inside = dim < D
+    at = kv_cache + (block * H + tl.program_id(1)) * (B * 2 * D) + (token * (2 * D) + half * D + dim)
+    content = tl.load(at, mask=inside, other=0).to(tl.float32)
+    exponent = exponent_of(tl.max(tl.max(finite_bits(content), axis=2), axis=1), LEAST, TOP)[:, None, None]
+    numbers = narrow(content, exponent, TOP, NATIVE)
+    tl.store(at, widen(numbers, power_of_two(exponent), kv_cache.dtype.element_ty, NATIVE), mask=inside)
+
+
+def constants(kv_cache: torch.Tensor) -> dict[str, int | bool]:
+    """Return the compile-time arguments of narrowing numbers of a cache."""
+    return {"LEAST": LEAST_EXPONENT, "TOP": top_exponent(kv_cache.dtype), "NATIVE": kv_cache.is_cuda}
+
+
+def round_blocks(kv_cache: torch.Tensor, block_ids: torch.Tensor) -> None:
+    """Launch it on the current stream; see `op.round_blocks`."""
+    _, num_kv_heads, block_size, width = kv_cache.shape
+    if len(block_ids) == 0:
+        return
+    _round_blocks[(len(block_ids), num_kv_heads)](
+        kv_cache,
+        block_ids,
+        H=num_kv_heads,
+        B=block_size,
+        D=width // 2,
+        DIM=triton.next_power_of_2(width // 2),
+        **constants(kv_cache),
+        num_warps=4 if block_size * width <= 8192 else 8,
+    )
