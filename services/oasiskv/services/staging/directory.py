@@ -111,6 +111,8 @@ class Directory:
         self._prefix = f"oasiskv:{xxhash.xxh3_64_hexdigest(json.dumps(asdict(fingerprint)).encode())}"
         self._redis: Redis | None = None
         self._publishing: asyncio.Task[None] | None = None
+        self._num_writes = 0
+        self._last_write = 0
         self.is_connected = False
         """Whether Redis answered the last time."""
         self.num_failures = 0
@@ -170,6 +172,10 @@ class Directory:
     def _timeout_s(self) -> float:
         return self._config.timeout_s if self._config else 0.0
 
+    @property
+    def _ttl_ms(self) -> int:
+        return round(self._config.heartbeat_s * TTL_HEARTBEATS * 1000) if self._config else 0
+
     async def _find_others(self, redis: Redis, block_keys: Sequence[bytes]) -> list[Holder]:
         members = await _answer(redis.smembers(self._name("holders")))
         others = sorted(name for member in members if (name := member.decode()) != self._service_id)
@@ -210,19 +216,24 @@ class Directory:
     async def _publish(self, redis: Redis, sequence: int | None) -> int | None:
         """Bring Redis from event `sequence` up to now; return the event it is at, None to write everything next.
 
-        What Redis had before is compared with what this service last wrote: it may have been flushed, started again
-        from an old dump, or have carried out a batch whose answer was lost.
+        What Redis had before must be of the last write that was answered, by its number: Redis may have been flushed,
+        started again from an old dump, or have carried out late what this service had given up waiting for.
         """
         changes = self._changes.after(sequence)
         is_whole = bool(changes) and changes[0].is_snapshot_start
-        new_key = self._key("new")
+        new_key = ""
         if is_whole:
-            await redis.unlink(new_key)
+            self.num_rebuilds += 1
+            # Another name each time: what an attempt that timed out has sent may be carried out during the next one.
+            new_key = f"{self._key('new')}:{self.num_rebuilds}"
             for change in changes:
                 if change.sealed_keys:
-                    await _answer(redis.sadd(new_key, *change.sealed_keys))
-            self.num_rebuilds += 1
+                    part = redis.pipeline(transaction=False)
+                    part.sadd(new_key, *change.sealed_keys)
+                    part.pexpire(new_key, self._ttl_ms)
+                    await part.execute()
         latest = changes[-1].sequence if changes else sequence
+        self._num_writes += 1
         batch = redis.pipeline(transaction=True)
         batch.get(self._key("holder"))
         if is_whole:
@@ -231,9 +242,11 @@ class Directory:
                 batch.rename(new_key, self._key("keys"))
         else:
             self._add_changes(batch, changes)
-        self._add_sign_of_life(batch, latest)
+        self._add_sign_of_life(batch)
         before, *_ = await batch.execute()
-        if not is_whole and (before is None or json.loads(before)["sequence"] != sequence):
+        was_last = self._last_write
+        self._last_write = self._num_writes
+        if not is_whole and (before is None or json.loads(before)["write"] != was_last):
             return None
         await self._forget_dead(redis)
         return latest
@@ -245,10 +258,10 @@ class Directory:
             if change.removed_keys:
                 batch.srem(self._key("keys"), *change.removed_keys)
 
-    def _add_sign_of_life(self, batch: Any, sequence: int | None) -> None:
+    def _add_sign_of_life(self, batch: Any) -> None:
         assert self._config is not None
-        ttl_ms = round(self._config.heartbeat_s * TTL_HEARTBEATS * 1000)
-        entry = {"address": self._config.address, "sequence": sequence, "load": asdict(self._load())}
+        ttl_ms = self._ttl_ms
+        entry = {"address": self._config.address, "write": self._num_writes, "load": asdict(self._load())}
         batch.set(self._key("holder"), json.dumps(entry), px=ttl_ms)
         batch.pexpire(self._key("keys"), ttl_ms)
         batch.sadd(self._name("holders"), self._service_id)
