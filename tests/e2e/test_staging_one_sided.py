@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from oasiskv.cli.main import main
@@ -97,6 +98,25 @@ def test_a_service_that_is_forced_to_be_remote_hands_no_memory_over(tmp_path: Pa
             assert "small pages: " in found.memory_reason or "huge pages of" in found.memory_reason
         until(lambda: stats(server).num_links == 0)
         assert not (tmp_path / "memory.sock").exists()
+
+
+def listening(pid: int) -> set[tuple[str, int]]:
+    connections = psutil.Process(pid).net_connections("inet")
+    return {one.laddr for one in connections if one.status == psutil.CONN_LISTEN}
+
+
+def test_a_service_on_the_loopback_opens_no_port_to_others(tmp_path: Path) -> None:
+    with StagingProcess(tmp_path, SHAPE, NUM_BLOCKS, staging={"locality": "remote", "transport": "tcp"}) as server:
+        config = SessionConfig(address=server.address, fingerprint=SHAPE, name="test", may_write=False)
+        before = listening(os.getpid())
+        with StagingSession(config) as peer:
+            assert peer.path == "one-sided"
+            for ports in (
+                listening(server.process.pid),
+                listening(server.agent_pid()),
+                listening(os.getpid()) - before,
+            ):
+                assert {host.removeprefix("::ffff:") for host, _ in ports} == {"127.0.0.1"}
 
 
 def test_shared_memory_through_ucx_brings_the_same_bytes(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import importlib
+import ipaddress
 import time
 from typing import Any
 
@@ -40,14 +41,28 @@ def _errors() -> tuple[type[Exception], ...]:
     return tuple(found)
 
 
+def net_devices(address: str) -> str:
+    """Return the network devices that UCX may use where a service has this `host:port`; empty for all of them.
+
+    A service that only its own host reaches must not open a port to others by way of UCX.
+    """
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        is_loopback = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        is_loopback = host == "localhost"
+    return "lo" if is_loopback else ""
+
+
 class NixlAgent:
     """This process's end of one-sided transfers over UCX. Any thread may call it; a progress thread moves the bytes."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, devices: str = "") -> None:
         """Start; UCX chooses among the transports that `UCX_TLS` of the environment allows.
 
         Args:
             name: Name that no other agent has with which this one is to speak.
+            devices: Network device to use; empty for all. `UCX_NET_DEVICES` of the environment goes before it.
 
         Raises:
             UnsupportedError: NIXL or UCX does not start here.
@@ -60,7 +75,7 @@ class NixlAgent:
         settings.syncMode = self._bindings.NIXL_THREAD_SYNC_STRICT
         try:
             self._agent = self._bindings.nixlAgent(name, settings)
-            self._agent.createBackend("UCX", {})
+            self._agent.createBackend("UCX", {"engine_config": f"NET_DEVICES={devices}"} if devices else {})
         except _errors() as cause:
             raise UnsupportedError(f"nixl: expected UCX to start, got {cause}; its log says more") from cause
         self._registered: list[tuple[int, int]] = []

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from oasiskv.core.errors import InvalidRequestError, PeerUnavailableError, UnsupportedError
 from oasiskv.services import nixl
-from oasiskv.services.nixl import NixlAgent, _joined
+from oasiskv.services.nixl import NixlAgent, _joined, net_devices
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=12), st.integers(1, 3))
@@ -68,3 +68,10 @@ def test_without_the_package_the_error_says_what_is_missing(monkeypatch: pytest.
             NixlAgent("test")
     finally:
         nixl.load.cache_clear()
+
+
+def test_only_a_service_of_this_host_alone_keeps_to_the_loopback() -> None:
+    for address in ("127.0.0.1:7411", "127.3.0.1:0", "[::1]:7411", "localhost:7411"):
+        assert net_devices(address) == "lo"
+    for address in ("0.0.0.0:7411", "[::]:7411", "192.0.2.7:7411", "staging.example:7411"):
+        assert net_devices(address) == ""

@@ -21,7 +21,12 @@ class OneSidedPool:
     """The pool of a service, reached through its agent. One thread uses it."""
 
     def __init__(
-        self, offer: pb.AttachResponse, registered: pb.RegisterPeerResponse, *, may_write: bool = False
+        self,
+        offer: pb.AttachResponse,
+        registered: pb.RegisterPeerResponse,
+        *,
+        may_write: bool = False,
+        devices: str = "",
     ) -> None:
         """Connect; the Attach stream that brought the offer must stay open until `close`.
 
@@ -29,6 +34,7 @@ class OneSidedPool:
             offer: The first message of that stream.
             registered: The peer.
             may_write: Whether the peer registered to write.
+            devices: Network device for UCX; empty for all.
 
         Raises:
             PeerUnavailableError: There is no way to the service's agent.
@@ -36,7 +42,7 @@ class OneSidedPool:
         """
         self.may_write = may_write
         """Whether `write` is allowed."""
-        self._agent = NixlAgent(f"oasiskv-peer-{secrets.token_hex(8)}")
+        self._agent = NixlAgent(f"oasiskv-peer-{secrets.token_hex(8)}", devices)
         self._remote = self._agent.connect(offer.agent_metadata)
         self._blocks_address = np.uint64(offer.blocks_address)
         self._generations_address = np.uint64(offer.generations_address)

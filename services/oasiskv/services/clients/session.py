@@ -20,6 +20,7 @@ from oasiskv.services.clients import background
 from oasiskv.services.clients.moves import FetchStatus, Lease, Mover, Pool
 from oasiskv.services.clients.one_sided import OneSidedPool
 from oasiskv.services.clients.staging import AttachedLink, MappedPool, StagingClient
+from oasiskv.services.nixl import net_devices
 
 __all__ = ["FetchStatus", "Lease", "SessionConfig", "StagingSession"]
 
@@ -289,7 +290,9 @@ class StagingSession:
         self._link = self._client.attach(registered.peer_id)
         try:
             offer = await self._link.offer()
-            open_pool = partial(OneSidedPool, offer, registered, may_write=self._config.may_write)
+            devices = net_devices(self._config.address)
+            may_write = self._config.may_write
+            open_pool = partial(OneSidedPool, offer, registered, may_write=may_write, devices=devices)
             return await asyncio.to_thread(open_pool), f"{unmapped}; over {offer.transport}"
         except OasisError as error:
             self._link.close()

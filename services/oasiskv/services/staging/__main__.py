@@ -17,6 +17,7 @@ from oasiskv.core.fingerprint import Fingerprint
 from oasiskv.core.host_memory import check_fits, host_memory_limit
 from oasiskv.core.lease_limits import LeaseConfig
 from oasiskv.core.service_config import TABLES, TlsConfig, build
+from oasiskv.services.nixl import net_devices
 from oasiskv.services.rpc.server import MESSAGE_OVERHEAD_BYTES, RpcServer, ServerConfig
 from oasiskv.services.staging.data_plane import DataPlane
 from oasiskv.services.staging.directory import DirectoryConfig
@@ -122,7 +123,8 @@ async def run(config: ProcessConfig) -> None:
             await service.disk_tier.start()
             gc.freeze()  # the index of the disk stays: no collection has to walk through it, and stop calls
         transport = choose(staging.transport, is_strict=staging.is_strict, has_tls=config.server.tls is not None)
-        data_plane = DataPlane(transport, memory, is_remote=staging.locality == "remote")
+        devices = net_devices(config.server.address)
+        data_plane = DataPlane(transport, memory, is_remote=staging.locality == "remote", devices=devices)
         resources.push_async_callback(data_plane.stop)
         await data_plane.start()
         if staging.hands_memory_over:

@@ -23,12 +23,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m oasiskv.services.staging.agent", description=__doc__)
     parser.add_argument("--blocks-fd", type=int, required=True, help="the blocks, to read and write")
     parser.add_argument("--generations-fd", type=int, required=True, help="their generations, to read")
+    parser.add_argument("--devices", default="", help="network device for UCX; all by default")
     args = parser.parse_args()
     # UCX writes its log to standard output: that becomes standard error, and the answer goes where it was.
     with os.fdopen(os.dup(1), "w") as answer:
         os.dup2(2, 1)
         try:
-            offer = _offer(args.blocks_fd, args.generations_fd)
+            offer = _offer(args.blocks_fd, args.generations_fd, args.devices)
         except OasisError as error:
             print(json.dumps({"error": str(error)}), file=answer)
             return 1
@@ -38,8 +39,8 @@ def main() -> int:
     os._exit(0)
 
 
-def _offer(blocks_fd: int, generations_fd: int) -> dict[str, object]:
-    agent = NixlAgent(f"oasiskv-staging-{secrets.token_hex(8)}")
+def _offer(blocks_fd: int, generations_fd: int, devices: str) -> dict[str, object]:
+    agent = NixlAgent(f"oasiskv-staging-{secrets.token_hex(8)}", devices)
     blocks = _map(blocks_fd, mmap.PROT_READ | mmap.PROT_WRITE)
     agent.register(blocks)
     generations = _map(generations_fd, mmap.PROT_READ)

@@ -33,16 +33,20 @@ class Offer:
 class DataPlane:
     """At most one agent process; where it cannot be had, peers are told why and use streams."""
 
-    def __init__(self, transport: Transport, memory: StagingMemory, *, is_remote: bool = False) -> None:
+    def __init__(
+        self, transport: Transport, memory: StagingMemory, *, is_remote: bool = False, devices: str = ""
+    ) -> None:
         """Prepare.
 
         Args:
             transport: What to use.
             memory: What to offer.
             is_remote: Whether peers on this host shall be reached as those on others are.
+            devices: Network device for UCX; empty for all.
         """
         self.transport = transport
         """What is used, and why; `none` from the moment that the agent could not be started."""
+        self._devices = "lo" if transport.name == "shm" else devices
         # A peer on this host that cannot map the memory, from another container say, still shares it through UCX.
         self._tls = transport.ucx_tls if is_remote else f"{transport.ucx_tls},shm,self"
         self._memory = memory
@@ -90,10 +94,11 @@ class DataPlane:
             "oasiskv.services.staging.agent",
             f"--blocks-fd={fds[0]}",
             f"--generations-fd={fds[1]}",
+            f"--devices={self._devices}",
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             pass_fds=fds,
-            env=self._environment(),
+            env={**os.environ, "UCX_TLS": self._tls},
             limit=2**20,
         )
         assert process.stdout is not None
@@ -120,12 +125,6 @@ class DataPlane:
         self._process = process
         self._watch = asyncio.create_task(self._wait(process, offer))
         return offer
-
-    def _environment(self) -> dict[str, str]:
-        chosen = {**os.environ, "UCX_TLS": self._tls}
-        if self.transport.name == "shm":
-            chosen.setdefault("UCX_NET_DEVICES", "lo")
-        return chosen
 
     async def _wait(self, process: asyncio.subprocess.Process, offer: Offer) -> None:
         code = await process.wait()
