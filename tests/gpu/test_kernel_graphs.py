@@ -109,6 +109,7 @@ def test_a_replayed_graph_does_what_the_references_do_step_after_step(is_fp8: bo
         assert_same(got, wanted)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 @FP8
 def test_no_operation_waits_for_the_device(is_fp8: bool) -> None:
     state = State(is_fp8=is_fp8)

@@ -70,6 +70,10 @@ class LookaheadConfig:
     host_limit_bytes: int | None = None
     """Host memory the processes of this engine may take together; None takes the limit of the control group."""
 
+    signal: Literal["auto", "joined", "flags"] = "auto"
+    """How captured steps on a GPU are ordered against the background: joined at the end of each step, by flags in
+    device memory per layer, or whichever is faster for the number of requests."""
+
     debug_verify: bool = False
     """Compare every resident unit with its host unit before each attention, bit for bit. Slow; for tests."""
 
@@ -104,6 +108,7 @@ class LookaheadConfig:
             ("group_reduction", ("max", "sum", "softmax")),
             ("host_dtype", ("auto", "fp8")),
             ("host_backing", ("private", "shared")),
+            ("signal", ("auto", "joined", "flags")),
         ):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name}: expected one of {', '.join(allowed)}, got {getattr(self, name)!r}")

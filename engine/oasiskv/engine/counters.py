@@ -38,6 +38,15 @@ class RuntimeCounters:
         self.late_layers += 1
         self.stall_s += waited_s
 
+    def take_waits(self, waited: torch.Tensor) -> None:
+        """Take over what a device counted of waits since the start.
+
+        Args:
+            waited: `int64[num_layers, len(Waited)]`, in host memory.
+        """
+        passes, units, nanoseconds = waited.T.tolist()
+        self.late, self.late_layers, self.stall_s = units, sum(passes), sum(nanoseconds) / 1e9
+
     def add_sources(self, num_drafts: int, num_rows: int) -> None:
         """Count the sparse rows of a step by the source of their lookahead query."""
         self.draft_rows += num_drafts

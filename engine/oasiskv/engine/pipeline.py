@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
+import torch
+
 from oasiskv.core.errors import OasisError, TransferTimeoutError
 
 Stage = Callable[[], None]
@@ -19,6 +21,12 @@ TIMEOUT_S = 120.0
 class Pipeline(Protocol):
     """How a layer's background work is ordered against its next use; the `Signal` of the design."""
 
+    def begin_pass(self, num_rows: int) -> None:
+        """Prepare for a pass of the target over so many rows, padding included."""
+
+    def begin_replay(self) -> None:
+        """Note that a graph is captured or replayed next."""
+
     def submit(self, layer: int, stages: list[Stage]) -> None:
         """Start a layer's stages, each after the one before it; its earlier work was waited for."""
 
@@ -28,6 +36,18 @@ class Pipeline(Protocol):
     def end_pass(self) -> None:
         """Note that a forward pass is over."""
 
+    def capture(self) -> None:
+        """Note that the engine has captured its graphs."""
+
+    def check(self) -> None:
+        """Raise what went wrong in the background since, if something did."""
+
+    def settle(self, action: Callable[[], None]) -> None:
+        """Run something, such as a copy of the device counters, where no selection runs at the same time."""
+
+    def waited(self) -> torch.Tensor | None:
+        """Return `int64[num_layers, len(Waited)]`, what a device waited for; None where the host waits."""
+
     def fence(self) -> None:
         """Order the caller after every layer."""
 
@@ -35,7 +55,33 @@ class Pipeline(Protocol):
         """Finish what was submitted and release what the pipeline holds."""
 
 
-class InlinePipeline:
+class _GraphlessPipeline:
+    """What a pipeline without graphs does about them."""
+
+    def begin_pass(self, num_rows: int) -> None:
+        """Do nothing."""
+
+    def begin_replay(self) -> None:
+        """Do nothing."""
+
+    def end_pass(self) -> None:
+        """Do nothing: the next pass waits layer by layer."""
+
+    def capture(self) -> None:
+        """Do nothing."""
+
+    def check(self) -> None:
+        """Do nothing: a wait or the next submission raises."""
+
+    def settle(self, action: Callable[[], None]) -> None:
+        """Run it: whoever asks has waited."""
+        action()
+
+    def waited(self) -> None:
+        """Return None: the host waits."""
+
+
+class InlinePipeline(_GraphlessPipeline):
     """Run the stages at once in the caller, in order: right everywhere, overlapping nothing."""
 
     def submit(self, layer: int, stages: list[Stage]) -> None:
@@ -47,9 +93,6 @@ class InlinePipeline:
         """Return False: nothing is ever outstanding."""
         return False
 
-    def end_pass(self) -> None:
-        """Do nothing."""
-
     def fence(self) -> None:
         """Do nothing."""
 
@@ -57,7 +100,7 @@ class InlinePipeline:
         """Do nothing."""
 
 
-class ThreadPipeline:
+class ThreadPipeline(_GraphlessPipeline):
     """One thread per stage, each taking layers in the order of submission: what three streams are on a GPU.
 
     Args:
@@ -107,9 +150,6 @@ class ThreadPipeline:
             self._demand(self._submitted[layer])
             self._wait_for(lambda: self._done[layer] == self._submitted[layer], f"layer {layer}")
             return True
-
-    def end_pass(self) -> None:
-        """Do nothing: the next pass waits layer by layer."""
 
     def fence(self) -> None:
         """Block until every layer's work is done."""

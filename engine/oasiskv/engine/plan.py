@@ -7,6 +7,7 @@ import torch
 
 from oasiskv.core.config import LookaheadConfig
 from oasiskv.engine.state import CacheShape, WorkingSets
+from oasiskv.engine.upload import upload
 from oasiskv.kernels.plan import plan
 from oasiskv.kernels.plan.reference import attend_to
 from oasiskv.kernels.rows import Given, Row
@@ -117,7 +118,7 @@ class StepPlanner:
             Given.NUM_UNUSABLE: unusable,
             Given.IS_SPARSE: [int(flag) for flag in sparse],
         }
-        self._given = self._to_device([given[row] for row in Given])
+        self._given = upload([given[row] for row in Given], self._device)
         plan(
             self._given,
             batch.query_start_loc,
@@ -188,9 +189,3 @@ class StepPlanner:
             block_table=self._block_table[:count],
             seq_lens=self._seq_lens[:count],
         )
-
-    def _to_device(self, values: list[list[int]]) -> torch.Tensor:
-        host = torch.tensor(values, dtype=torch.int32)
-        if self._device.type == "cuda":
-            host = host.pin_memory()
-        return host.to(self._device, non_blocking=True)

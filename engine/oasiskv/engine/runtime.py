@@ -6,7 +6,7 @@ The engine calls, in this order: `apply(commands)`, `begin_step(batch)`, then pe
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -21,12 +21,13 @@ from oasiskv.engine.pipeline import Pipeline, Stage
 from oasiskv.engine.plan import Batch, StepPlan, StepPlanner
 from oasiskv.engine.state import CacheShape, WorkingSets
 from oasiskv.engine.switch import switch_layer
+from oasiskv.engine.upload import upload
 from oasiskv.kernels.complete import complete
 from oasiskv.kernels.fp8 import round_blocks
 from oasiskv.kernels.fp8.reference import read
 from oasiskv.kernels.predict import predict
 from oasiskv.kernels.publish import publish
-from oasiskv.kernels.rows import Row, stamp_of
+from oasiskv.kernels.rows import Row, Waited, stamp_of
 from oasiskv.kernels.select import select
 from oasiskv.kernels.transfer import store, transfer
 
@@ -69,6 +70,7 @@ class Runtime:
         self._device = sets.resident.device
         is_cuda = self._device.type == "cuda"
         self._settled_counters = torch.zeros(sets.counters.shape, dtype=torch.int64, pin_memory=is_cuda)
+        self._settled_waits = torch.zeros(shape.num_layers, len(Waited), dtype=torch.int64, pin_memory=is_cuda)
         # On a GPU they are copied every few steps, and read when the copy is over, so that nothing waits for them.
         self._settled_event = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
         self._counts: dict[str, float] = {}
@@ -134,11 +136,8 @@ class Runtime:
             if (slot := self._slot_of.pop(request_id, None)) is not None:
                 self.inbox.close(slot)
                 self._free_slots.append(slot)
-        for request_id, host_ids in commands.host_blocks.items():
-            slot, first = self._slot(request_id), self._num_host_blocks.get(request_id, 0)
-            end = first + len(host_ids)
-            self.sets.host_table[slot, first:end] = torch.tensor(host_ids, dtype=torch.int32, device=self._device)
-            self._num_host_blocks[request_id] = end
+        if commands.host_blocks:
+            self._add_host_blocks(commands.host_blocks)
         for request_id, lease in commands.stage.items():
             self.outbox.open(request_id, lease)
         self._commands = commands
@@ -183,13 +182,31 @@ class Runtime:
         """
         self._pipeline.end_pass()
         self._plan = self._planner.blank(seq_lens)
+        self._pipeline.begin_pass(len(seq_lens))
         return self._plan
 
     def pad(self, num_rows: int) -> StepPlan:
         """Let the running step have padding rows, as a captured graph has."""
         assert self._plan is not None
         self._plan = self._planner.padded(self._plan, num_rows)
+        self._pipeline.begin_pass(num_rows)
         return self._plan
+
+    def begin_replay(self) -> None:
+        """Note that a graph of the pass is captured or replayed next."""
+        self._pipeline.begin_replay()
+
+    def capture(self) -> None:
+        """Note that the engine has captured its graphs."""
+        self._pipeline.capture()
+
+    def check(self) -> None:
+        """Check that the background did its work so far; asks nothing of the device.
+
+        Raises:
+            TransferTimeoutError: a wait on the device was given up, so that what was computed since is not to be used.
+        """
+        self._pipeline.check()
 
     def begin_drafting(
         self, query_start_loc: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor
@@ -284,6 +301,8 @@ class Runtime:
                 self._settled_event.synchronize()
             elif not self._settled_event.query():  # type: ignore[no-untyped-call]
                 return self._counts or self.counters.snapshot(torch.zeros_like(self._settled_counters), self.shape)
+        if self._pipeline.waited() is not None:
+            self.counters.take_waits(self._settled_waits)
         self._counts = self.counters.snapshot(self._settled_counters, self.shape) | {
             "staged_bytes": self.outbox.staged_bytes,
             "handovers": self.inbox.num_admitted,
@@ -295,7 +314,12 @@ class Runtime:
         return self._counts
 
     def _settle_counters(self) -> None:
+        self._pipeline.settle(self._copy_counters)
+
+    def _copy_counters(self) -> None:
         self._settled_counters.copy_(self.sets.counters, non_blocking=True)
+        if (waited := self._pipeline.waited()) is not None:
+            self._settled_waits.copy_(waited, non_blocking=True)
         if self._settled_event is not None:
             self._settled_event.record()
 
@@ -324,6 +348,16 @@ class Runtime:
             self.sets.clear(slot)
         return slot
 
+    def _add_host_blocks(self, added: Mapping[str, Sequence[int]]) -> None:
+        table, places, entries = self.sets.host_table, list[int](), list[int]()
+        for request_id, host_ids in added.items():
+            slot, first = self._slot(request_id), self._num_host_blocks.get(request_id, 0)
+            end = self._num_host_blocks[request_id] = first + len(host_ids)
+            places += range(slot * table.shape[1] + first, slot * table.shape[1] + end)
+            entries += host_ids
+        place, entry = upload([places, entries], self._device)
+        table.view(-1)[place] = entry
+
     def _store(self, slot: int, table: torch.Tensor, first: int, end: int) -> None:
         host_ids = self.sets.host_table[slot, first:end]
         for layer, kv_cache in enumerate(self._kv_caches):
@@ -333,7 +367,7 @@ class Runtime:
     def _seat(self, slot: int, table: torch.Tensor, num_complete: int) -> int:
         """Note where a request that becomes sparse has its slots and pages, and return how many pages it has."""
         sets = self.sets
-        positions = torch.tensor(sets.layout.page_positions(num_complete), device=self._device)
+        positions = upload(sets.layout.page_positions(num_complete), self._device)
         sets.slot_ids[slot] = table[: self.config.budget_blocks]
         sets.page_ids[slot, : len(positions)] = table[positions]
         sets.num_complete[slot] = num_complete
@@ -348,6 +382,7 @@ class Runtime:
     def _switch(self, slot: int, table: torch.Tensor, num_complete: int) -> None:
         sets = self.sets
         num_pages = self._seat(slot, table, num_complete)
+        row = upload([[0, num_complete, 0, -1]], self._device)
         for layer, kv_cache in enumerate(self._kv_caches):
             if self.shape.is_fp8:
                 # What the host holds is rounded; from here on so is what is resident, and its summaries.
@@ -355,6 +390,7 @@ class Runtime:
             switch_layer(
                 kv_cache,
                 table[:num_complete],
+                row,
                 sets.page_ids[slot, :num_pages],
                 sets.query[layer, slot],
                 sets.switch_pages,
@@ -407,12 +443,16 @@ class Runtime:
 
     def _poison(self, layer: int, rows: torch.Tensor) -> None:
         """Make an early reader of a slot stand out: K 0 and V huge, but finite, pass every softmax."""
-        row, head, entry = torch.nonzero(self.sets.plan[layer, : len(rows), ..., 0] >= 0, as_tuple=True)
-        slot = self.sets.plan[layer, row, head, entry, 1].long()
-        block = self.sets.slot_ids[rows[row, Row.REQUEST].long(), slot].long()
-        head_dim = self.shape.head_dim
-        self._kv_caches[layer][block, head, :, :head_dim] = 0
-        self._kv_caches[layer][block, head, :, head_dim:] = 1e4
+        sets, cache = self.sets, self._kv_caches[layer]
+        found, slot = sets.plan[layer, : len(rows)].long().unbind(-1)  # [rows, heads, cap] each
+        request = rows[:, Row.REQUEST].long()[:, None, None]
+        # Entries without a unit write the null block as it is, so that the device need not be asked which they are.
+        is_fetched = (found >= 0) & (request >= 0)
+        block = torch.where(is_fetched, sets.slot_ids[request.clamp(min=0), slot.clamp(min=0)].long(), 0)
+        head = torch.arange(self.shape.num_kv_heads, device=self._device)[None, :, None]
+        poison = torch.zeros(2 * self.shape.head_dim, dtype=cache.dtype, device=self._device)
+        poison[self.shape.head_dim :] = 1e4
+        cache[block, head] = torch.where(is_fetched[..., None, None], poison, cache[block, head])
 
     def _verify(self, layer: int, plan: StepPlan) -> None:
         for slot in plan.rows[:, Row.REQUEST].tolist():

@@ -11,6 +11,7 @@ from oasiskv.kernels.summarize import summarize
 def switch_layer(
     kv_cache: torch.Tensor,
     block_ids: torch.Tensor,
+    row: torch.Tensor,
     page_ids: torch.Tensor,
     query: torch.Tensor,
     staging: torch.Tensor,
@@ -29,6 +30,7 @@ def switch_layer(
     Args:
         kv_cache: The layer's KV cache, `[num_blocks, num_kv_heads, block_size, 2 * head_dim]`; written.
         block_ids: `int32[num_complete]`: the request's complete blocks, all present.
+        row: `int32[1, len(Row)]`: request 0 with `num_complete` blocks, of which none finished just now.
         page_ids: `int32[num_pages]`: where its summary pages go.
         query: `[num_query_heads, head_dim]`.
         staging: `[max_pages, num_kv_heads, block_size, 2 * head_dim]`: scratch for the summary pages.
@@ -37,7 +39,7 @@ def switch_layer(
         config: How to score.
         scale: Softmax scale of attention.
     """
-    device, num_complete = kv_cache.device, len(block_ids)
+    device = kv_cache.device
     num_heads, budget = resident.shape
     # As many pages as the longest request has: predict is compiled for their number.
     pages = torch.arange(len(staging), dtype=torch.int32, device=device)
@@ -46,7 +48,7 @@ def switch_layer(
     scores = torch.empty(1, num_heads, budget, dtype=torch.float32, device=device)
     predict(
         query[None],
-        torch.tensor([[0, num_complete, 0, -1]], dtype=torch.int32, device=device),
+        row,
         staging,
         pages[None],
         blocks,

@@ -50,6 +50,17 @@ class Counter(IntEnum):
     """Resident blocks that gave their slot to a fetched or a completed block."""
 
 
+class Waited(IntEnum):
+    """Columns of `waited: int64[num_layers, len(Waited)]`: what the foreground waited for on the device."""
+
+    PASSES = 0
+    """Waits that were not over at once."""
+    UNITS = 1
+    """Units fetched that such a wait was for."""
+    NANOSECONDS = 2
+    """Time of such waits."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SummaryLayout:
     """Where the summary of a block lies in a summary page.

@@ -55,7 +55,13 @@ class RejectDraftsV2(RejectionSampler):
 
 
 class JoinBackground(NoopOffloader):
-    """vLLM's own place to join a side stream before a capture ends: that of its weight offloader, which is off."""
+    """vLLM's own places to order a side stream against full graphs: those of its weight offloader, which is off."""
+
+    def sync_prev_onload(self) -> None:
+        """Note that a graph is captured or replayed next: a replay runs no layer of ours in Python."""
+        backend = current()
+        if backend is not None and backend.runtime is not None:
+            backend.runtime.begin_replay()
 
     def join_after_forward(self) -> None:
         """Order the end of the graph after the background forked inside it."""

@@ -14,6 +14,7 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from oasiskv.core.commands import StepCommands
 from oasiskv.core.config import LookaheadConfig
@@ -24,7 +25,6 @@ from oasiskv.engine.pipeline import Pipeline, ThreadPipeline
 from oasiskv.engine.plan import Batch, StepPlan
 from oasiskv.engine.runtime import Runtime
 from oasiskv.engine.state import CacheShape, WorkingSets
-from oasiskv.engine.streams import StreamPipeline
 from oasiskv.engine.vllm import settings
 from oasiskv.engine.vllm.connector import StepMetadata, host_block_bytes
 from oasiskv.engine.vllm.manager import LookaheadSpec
@@ -34,6 +34,9 @@ logger = logging.getLogger(__name__)
 
 PROGRESS_S = 5.0
 """Seconds between two lines about host memory while it is being taken."""
+
+FLAGS_FROM_ROWS = 24
+"""Fewest rows of a captured step whose background runs in graphs of its own, see `StreamPipeline`."""
 
 
 class WorkerBackend:
@@ -288,7 +291,15 @@ class WorkerBackend:
     def _make_pipeline(self) -> Pipeline:
         assert self._shape is not None
         if self._sets is not None and self._sets.cap.is_cuda:
-            return StreamPipeline(self._sets.cap.device)
+            from oasiskv.engine.streams import StreamPipeline
+
+            return StreamPipeline(
+                self._sets.cap.device,
+                self._shape.num_target_layers,
+                self._sets.counters,
+                {"auto": FLAGS_FROM_ROWS, "joined": None, "flags": 1}[self.config.signal],
+                self.config.debug_hold_layers,
+            )
         return ThreadPipeline(self._shape.num_layers, hold_layers=self.config.debug_hold_layers)
 
 
@@ -309,6 +320,26 @@ class _Progress:
         """Log how much was got, and how long it took."""
         seconds = time.monotonic() - self._started
         logger.info("Host memory for KV: %s ready after %.1f s", size(total_bytes), seconds)
+
+
+class CheckedOutput(AsyncModelRunnerOutput):
+    """A step's output, checked when it is there: a failure on the device shows before the tokens that it spoiled do."""
+
+    def __init__(self, output: AsyncModelRunnerOutput, backend: WorkerBackend) -> None:
+        """Wrap an output whose copy to the host is under way."""
+        self._output = output
+        self._backend = backend
+
+    def get_output(self) -> ModelRunnerOutput:
+        """Wait for the output.
+
+        Raises:
+            TransferTimeoutError: see `Runtime.check`.
+        """
+        result = self._output.get_output()
+        if self._backend.runtime is not None:
+            self._backend.runtime.check()
+        return result
 
 
 _current: WorkerBackend | None = None
@@ -368,6 +399,8 @@ class LookaheadWorker:
         self.backend.is_warming_up = True
         result = super().compile_or_warm_up_model()  # type: ignore[misc]
         self.backend.is_warming_up = False
+        if self.backend.runtime is not None:
+            self.backend.runtime.capture()
         return result
 
     def attach_staging(self, maker: str, arguments: dict[str, Any]) -> None:
@@ -389,6 +422,11 @@ class LookaheadWorker:
             `"staged"`, `"under way"`, or the name of an error's class, which is then final; and the error's message.
         """
         return self.backend.take_handover(lease)
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        """Sample, but hand out no token that a failed background may have spoiled."""
+        output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
+        return CheckedOutput(output, self.backend) if isinstance(output, AsyncModelRunnerOutput) else output
 
     def execute_dummy_batch(self) -> None:
         """Run a pass without requests, as data parallel ranks do when they have none."""
