@@ -21,6 +21,7 @@ from oasiskv.core.config import LookaheadConfig
 from oasiskv.core.host_blocks import HostBlockManager
 from oasiskv.core.layout import SparseLayout
 from oasiskv.core.ledger import RequestLedger
+from oasiskv.core.switch_rule import StepCost, SwitchRule
 from oasiskv.engine.pipeline import InlinePipeline, Pipeline, ThreadPipeline
 from oasiskv.engine.state import CacheShape
 from oasiskv.engine.tiny_worker import Texts, TinyRow, TinyWorker
@@ -51,6 +52,9 @@ PROMPTS = st.tuples(
 PROMPT_LISTS = st.lists(PROMPTS, min_size=1, max_size=4)
 SLACK = st.sampled_from([0, 2, 5, 10, 20, 40])
 """Blocks beyond those of the longest request."""
+COST = StepCost(fixed_ms=1, row_ms=0, block_ms=0.3, sparse_ms=0.5, predict_ms=0.02, transfer_ms=1.5, budget_blocks=4)
+"""Switches some requests of a batch and not others."""
+RULES = st.sampled_from([SwitchRule(is_early=True), SwitchRule(is_early=True), SwitchRule(), SwitchRule(cost=COST)])
 BUDGETS = st.integers(2, 6)
 HOLDS = st.sampled_from([None, 0, 1, 2, 3, 5, "inline"])
 
@@ -113,6 +117,7 @@ class Scheduler:
         num_lookahead_tokens: int,
         is_async: bool,
         has_priorities: bool,
+        rule: SwitchRule,
     ) -> None:
         spec = LookaheadSpec(
             block_size=block_size,
@@ -136,7 +141,7 @@ class Scheduler:
         assert isinstance(manager, LookaheadManager)
         self.manager = manager
         self.host = HostBlockManager(num_host_blocks)
-        self.ledger = manager.ledger = RequestLedger(layout, block_size, self.host)
+        self.ledger = manager.ledger = RequestLedger(layout, block_size, self.host, rule)
         self.is_async, self.has_priorities = is_async, has_priorities
         self.running: list[Request] = []
         self.waiting: list[Request] = []
@@ -260,7 +265,7 @@ class Scheduler:
         by_id = {request.request_id: request for request in self.running}
         num_computed = {row.request_id: by_id[row.request_id].num_computed_tokens for row in rows}
         released, self.released = self.released, set()
-        return self.ledger.take_commands(num_computed, released)
+        return self.ledger.take_commands(num_computed, released, self.manager.block_pool.get_num_free_blocks())
 
     def after_schedule(self, rows: list[TinyRow]) -> None:
         """Count the step's tokens as computed and note what its output will say."""
@@ -362,6 +367,7 @@ class BackendMachine(RuleBasedStateMachine):
             num_lookahead_tokens=draw(st.integers(0, 1)),
             is_async=draw(st.booleans()),
             has_priorities=draw(st.booleans()),
+            rule=draw(RULES),
         )
         self.workers = tuple(
             TinyWorker(
@@ -458,9 +464,10 @@ class BackendMachine(RuleBasedStateMachine):
     budget=BUDGETS,
     slack=st.tuples(SLACK, SLACK),
     flags=st.tuples(st.booleans(), st.booleans()),
+    rule=RULES,
 )
 def test_no_schedule_gives_back_what_the_workers_still_need(
-    seed: int, max_blocks: int, budget: int, slack: tuple[int, int], flags: tuple[bool, bool]
+    seed: int, max_blocks: int, budget: int, slack: tuple[int, int], flags: tuple[bool, bool], rule: SwitchRule
 ) -> None:
     """The scheduler's side alone, which takes many more steps in the same time."""
     choice, size = random.Random(seed), 16
@@ -473,6 +480,7 @@ def test_no_schedule_gives_back_what_the_workers_still_need(
         num_lookahead_tokens=seed % 2,
         is_async=flags[0],
         has_priorities=flags[1],
+        rule=rule,
     )
     num_complete: dict[str, int] = {}
     for _ in range(150):

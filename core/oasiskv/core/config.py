@@ -70,6 +70,10 @@ class LookaheadConfig:
     host_limit_bytes: int | None = None
     """Host memory the processes of this engine may take together; None takes the limit of the control group."""
 
+    switch: Literal["auto", "early", "late"] = "auto"
+    """When requests become sparse: as early as they can, as late as the engine's pool allows, or (auto) late and also
+    when steps take less time so; without measured times for the device, early."""
+
     signal: Literal["auto", "joined", "flags"] = "auto"
     """How captured steps on a GPU are ordered against the background: joined at the end of each step, by flags in
     device memory per layer, or whichever is faster for the number of requests."""
@@ -108,6 +112,7 @@ class LookaheadConfig:
             ("group_reduction", ("max", "sum", "softmax")),
             ("host_dtype", ("auto", "fp8")),
             ("host_backing", ("private", "shared")),
+            ("switch", ("auto", "early", "late")),
             ("signal", ("auto", "joined", "flags")),
         ):
             if getattr(self, name) not in allowed:

@@ -3,6 +3,7 @@
 `engine.vllm.manager` asks it inside vLLM's scheduler; what it decides travels to the workers as `StepCommands`.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
@@ -10,6 +11,13 @@ from oasiskv.core.commands import Admission, StepCommands
 from oasiskv.core.handover import HandoverLayout
 from oasiskv.core.host_blocks import HostBlockManager
 from oasiskv.core.layout import SparseLayout
+from oasiskv.core.switch_rule import Reason, SwitchRule
+
+STORE_BATCH = 8
+"""Blocks of a dense, decoding request that are written through together: each write costs launches in every layer."""
+
+RESERVED_BLOCKS = 3
+"""Engine blocks kept free per request where requests stay dense, since a switch gives blocks back two steps later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +34,8 @@ class _Request:
     prefill_tokens: int
     """Tokens to compute before the first decode step."""
     uses_host: bool
+    num_blocks: int = 0
+    """Entries of its block table."""
     num_host_blocks: int = 0
     num_announced: int = 0
     """Host blocks the workers know of."""
@@ -59,13 +69,17 @@ class RequestLedger:
         layout: Which blocks a sparse request holds.
         block_size: Tokens per block.
         host: The host blocks.
+        rule: When requests become sparse.
     """
 
-    def __init__(self, layout: SparseLayout, block_size: int, host: HostBlockManager) -> None:
+    def __init__(self, layout: SparseLayout, block_size: int, host: HostBlockManager, rule: SwitchRule) -> None:
         """Start without requests."""
         self._layout = layout
         self._block_size = block_size
         self._host = host
+        self._rule = rule
+        self._shortage = 0
+        self._num_switched: Counter[Reason] = Counter()
         self._requests: dict[str, _Request] = {}
         self._expected: dict[str, _Expected] = {}
 
@@ -143,10 +157,26 @@ class RequestLedger:
         Raises:
             PoolExhaustedError: host memory has too few; none is taken.
         """
-        request = self._requests[request_id]
+        request, num_blocks = self._requests[request_id], self._num_blocks(num_tokens)
         if request.uses_host:
-            self._host.extend(request_id, self._num_blocks(num_tokens))
-            request.num_host_blocks = max(request.num_host_blocks, self._num_blocks(num_tokens))
+            self._host.extend(request_id, num_blocks)
+            request.num_host_blocks = max(request.num_host_blocks, num_blocks)
+        request.num_blocks = max(request.num_blocks, num_blocks)
+
+    def note_shortage(self, num_blocks: int) -> None:
+        """Note that a request could not be given engine blocks in this step, for want of so many."""
+        self._shortage = max(self._shortage, num_blocks)
+
+    def reserved_blocks(self) -> int:
+        """Return the engine blocks that requests which have some will need soon: none if they switch early.
+
+        They are those of prompts not yet computed to their end, and a few of every request for its next steps.
+        """
+        if self._rule.is_early:
+            return 0
+        holders = [request for request in self._requests.values() if request.num_blocks]
+        missing = (max(0, self._num_blocks(request.prefill_tokens) - request.num_blocks) for request in holders)
+        return RESERVED_BLOCKS * len(holders) + sum(missing)
 
     def advance(self, request_id: str, num_processed: int) -> range:
         """Note the tokens a request has processed for good; return the block table entries it may give back now.
@@ -170,24 +200,27 @@ class RequestLedger:
         pages = (position - layout.budget_blocks, position // layout.rows_per_page)
         return any(0 <= page < layout.num_pages(num_final) and layout.page_position(page) == position for page in pages)
 
-    def take_commands(self, num_computed: Mapping[str, int], released: set[str]) -> StepCommands:
+    def take_commands(self, num_computed: Mapping[str, int], released: set[str], num_free: int) -> StepCommands:
         """Return the orders of this step and count them as given.
 
         Args:
             num_computed: Requests that run in this step, with the tokens computed before it, those of steps in flight
                 included: the prompt's among them are final as soon as they are scheduled.
             released: Requests that finished or were preempted since the last step.
+            num_free: Engine blocks that are free after this step's allocations.
         """
         host_blocks: dict[str, list[int]] = {}
         store: dict[str, tuple[int, int]] = {}
-        switch: dict[str, int] = {}
         stage: dict[str, str] = {}
         admit: dict[str, Admission] = {}
-        for request_id in sorted(num_computed.keys() & self._requests.keys()):
-            request = self._requests[request_id]
+        running = {name: self._requests[name] for name in sorted(num_computed.keys() & self._requests.keys())}
+        for request_id, request in running.items():
+            if request.uses_host:
+                self._note(request, min(num_computed[request_id], request.prefill_tokens))
+        switch = self._choose(running, num_free)
+        for request_id, request in running.items():
             if not request.uses_host:
                 continue
-            self._note(request, min(num_computed[request_id], request.prefill_tokens))
             if request.num_host_blocks > request.num_announced:
                 host_blocks[request_id] = list(self._host.table(request_id)[request.num_announced :])
                 request.num_announced = request.num_host_blocks
@@ -196,20 +229,24 @@ class RequestLedger:
                 stage[request_id], request.stage = request.stage, None
             if request.admission is not None:
                 admit[request_id], request.admission = request.admission, None
-            if not request.is_sparse and request.num_final > request.num_stored:
+            if not request.is_sparse and self._is_store_due(request, is_switched=request_id in switch):
                 store[request_id] = (request.num_stored, request.num_final)
                 request.num_stored = request.num_final
-            if not request.is_sparse and self._may_switch(request):
-                switch[request_id] = request.num_final
-                request.is_sparse = True
+            request.is_sparse |= request_id in switch
+        self._num_switched.update(switch.values())
         return StepCommands(
             released=tuple(sorted(released)),
             host_blocks=host_blocks,
             stage=stage,
             store=store,
-            switch=switch,
+            switch={request_id: running[request_id].num_final for request_id in switch},
             admit=admit,
         )
+
+    def take_num_switched(self) -> Counter[Reason]:
+        """Return how many requests were switched for each reason since the last call."""
+        counted, self._num_switched = self._num_switched, Counter()
+        return counted
 
     def num_dense_decodes(self, scheduled: Set[str]) -> int:
         """Count the requests of this step that decode with everything resident."""
@@ -221,7 +258,7 @@ class RequestLedger:
         request = self._requests.get(request_id)
         if request is None or not request.uses_host:
             return
-        end = min(request.num_ordered, len(block_keys))
+        end = min(request.num_ordered if request.is_sparse else request.num_stored, len(block_keys))
         for block_index in range(request.num_sealed, end):
             self._host.seal(request_id, block_index, block_keys[block_index])
         request.num_sealed = max(request.num_sealed, end)
@@ -242,9 +279,38 @@ class RequestLedger:
         request.num_processed = max(request.num_processed, num_final_tokens)
         request.num_final = request.num_processed // self._block_size
 
+    def _choose(self, running: Mapping[str, _Request], num_free: int) -> dict[str, Reason]:
+        """Choose the requests that switch in this step."""
+        shortage, self._shortage = max(self._shortage, self.reserved_blocks() - num_free), 0
+        dense = {name: request.num_final for name, request in running.items() if self._may_switch(request)}
+        if not dense:
+            return {}
+        sparse = [request for request in self._requests.values() if request.is_sparse]
+        # Those that switched lately have not given back anything yet.
+        coming = sum(self._num_freed_by(request) for request in sparse if request.num_freed == 0)
+        return self._rule.choose(
+            dense,
+            [request.num_blocks for name, request in running.items() if name not in dense and not request.is_sparse],
+            [request.num_final for request in running.values() if request.is_sparse],
+            shortage - coming,
+            {name: self._num_freed_by(running[name]) for name in dense},
+        )
+
     def _may_switch(self, request: _Request) -> bool:
         is_decoding = request.num_processed >= request.prefill_tokens
-        return is_decoding and self._layout.may_switch(request.num_final)
+        may = request.uses_host and not request.is_sparse and is_decoding
+        return may and self._layout.may_switch(request.num_final)
+
+    def _is_store_due(self, request: _Request, *, is_switched: bool) -> bool:
+        num_pending = request.num_final - request.num_stored
+        is_decoding = request.num_processed >= request.prefill_tokens
+        is_prompt = request.num_stored * self._block_size < request.prefill_tokens
+        return num_pending > 0 and (is_switched or is_prompt or not is_decoding or num_pending >= STORE_BATCH)
+
+    def _num_freed_by(self, request: _Request) -> int:
+        """Return the engine blocks that a switch of the request gives back."""
+        layout = self._layout
+        return max(0, request.num_final - layout.budget_blocks - layout.num_pages(request.num_final))
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)

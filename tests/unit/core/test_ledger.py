@@ -9,20 +9,23 @@ from oasiskv.core.errors import PoolExhaustedError
 from oasiskv.core.host_blocks import HostBlockManager
 from oasiskv.core.layout import SparseLayout
 from oasiskv.core.ledger import RequestLedger
+from oasiskv.core.switch_rule import SwitchRule
 
 BLOCK = 4
 LAYOUT = SparseLayout(budget_blocks=3, rows_per_page=4)
 LEAST = LAYOUT.least_complete
+EARLY = SwitchRule(is_early=True)
 
 
 class Engine:
     """One step at a time: what was processed, what runs, what the ledger orders and gives back."""
 
-    def __init__(self, num_host_blocks: int = 128) -> None:
+    def __init__(self, num_host_blocks: int = 128, rule: SwitchRule = EARLY) -> None:
         self.host = HostBlockManager(num_host_blocks)
-        self.ledger = RequestLedger(LAYOUT, BLOCK, self.host)
+        self.ledger = RequestLedger(LAYOUT, BLOCK, self.host, rule)
         self.tables: dict[str, list[bool]] = {}
         """By request: whether each block table entry is still held."""
+        self.num_free = 1000
 
     def admit(self, request_id: str, num_tokens: int, max_tokens: int = 10_000) -> None:
         self.ledger.expect(request_id, max_tokens)
@@ -46,7 +49,7 @@ class Engine:
             self.ledger.grow(request_id, num_tokens)
             table = self.tables[request_id]
             table += [True] * (-(-num_tokens // BLOCK) - len(table))
-        return self.ledger.take_commands({name: processed[name] for name in scheduled}, set(released))
+        return self.ledger.take_commands({name: processed[name] for name in scheduled}, set(released), self.num_free)
 
     def give_back(self, request_id: str, num_processed: int) -> list[int]:
         freed = []
@@ -218,7 +221,7 @@ def test_host_memory_that_is_short_gives_a_request_nothing() -> None:
     with pytest.raises(PoolExhaustedError, match="expected at most 2 more host blocks"):
         engine.ledger.grow("b", 9)
     assert engine.host.num_free == 2
-    assert engine.ledger.take_commands({"b": 0}, set()).host_blocks == {}
+    assert engine.ledger.take_commands({"b": 0}, set(), 0).host_blocks == {}
     engine.ledger.release("a")
     assert engine.ledger.can_grow("b", 24)
 
@@ -247,7 +250,7 @@ def test_blocks_are_sealed_once_the_order_to_write_them_is_out() -> None:
     engine.ledger.advance("a", 40)  # final, but the order to write them comes at the end of this step
     engine.ledger.seal("a", keys)
     assert engine.host.adopt("other", keys) == []
-    engine.ledger.take_commands({"a": 40}, set())
+    engine.ledger.take_commands({"a": 40}, set(), 0)
     engine.ledger.seal("a", keys)
     table = list(engine.host.table("a"))
     assert engine.host.adopt("other", keys) == table

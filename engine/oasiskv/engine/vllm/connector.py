@@ -132,7 +132,9 @@ class OasisKVConnector(KVConnectorBase_V1, SupportsHMA):
         spec = managers[0].kv_cache_spec
         self._host = HostBlockManager(self._num_host_blocks)
         layout = settings.sparse_layout(self._config, spec.block_size)
-        self._ledger = managers[0].ledger = RequestLedger(layout, spec.block_size, self._host)
+        self._ledger = managers[0].ledger = RequestLedger(
+            layout, spec.block_size, self._host, settings.switch_rule(self._vllm_config, self._config)
+        )
         self._pool = kv_cache_manager.block_pool
 
     def on_new_request(self, request: "Request") -> None:
@@ -160,7 +162,7 @@ class OasisKVConnector(KVConnectorBase_V1, SupportsHMA):
         num_computed = {request.req_id: request.num_computed_tokens for request in scheduler_output.scheduled_new_reqs}
         num_computed |= zip(running.req_ids, running.num_computed_tokens, strict=True)
         released = set(scheduler_output.finished_req_ids) | set(scheduler_output.preempted_req_ids or ())
-        commands = self._ledger.take_commands(num_computed, released)
+        commands = self._ledger.take_commands(num_computed, released, self._pool.get_num_free_blocks())
         self._dense_steps += self._ledger.num_dense_decodes(num_computed.keys())
         return StepMetadata(commands=commands)
 
@@ -226,10 +228,15 @@ class OasisKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _scheduler_stats(self) -> LookaheadStats:
         assert self._host is not None
+        assert self._ledger is not None
         dense_steps, self._dense_steps = self._dense_steps, 0
         finished, self._finished = self._finished, Counter()
         return LookaheadStats.of(
-            {"dense_steps": dense_steps, **finished},
+            {
+                "dense_steps": dense_steps,
+                **finished,
+                **{f"switched_{reason}": count for reason, count in self._ledger.take_num_switched().items()},
+            },
             {
                 "budget_blocks": self._config.budget_blocks,
                 "cap_blocks": self._config.cap,

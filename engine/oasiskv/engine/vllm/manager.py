@@ -93,7 +93,7 @@ class LookaheadManager(FullAttentionManager):
         if not has_blocks and ledger.begins_staged(request_id):
             num_external_blocks = cdiv(total_computed_tokens, self.block_size)
             return len(ledger.first_entries(request_id)) + cdiv(num_tokens, self.block_size) - num_external_blocks
-        return super().get_num_blocks_to_allocate(
+        needed = super().get_num_blocks_to_allocate(
             request_id,
             num_tokens,
             new_computed_blocks,
@@ -103,6 +103,11 @@ class LookaheadManager(FullAttentionManager):
             apply_admission_cap,
             prefill_end,
         )
+        if apply_admission_cap:
+            needed += ledger.reserved_blocks()
+        if (shortage := needed - self.block_pool.get_num_free_blocks()) > 0:
+            ledger.note_shortage(shortage)
+        return needed
 
     def allocate_external_computed_blocks(
         self,

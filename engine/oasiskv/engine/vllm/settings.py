@@ -3,12 +3,14 @@
 from dataclasses import dataclass
 
 from vllm.config import VllmConfig
+from vllm.platforms import current_platform
 from vllm.utils.math_utils import cdiv
 from vllm.version import __version__ as vllm_version
 
 from oasiskv.core.config import LookaheadConfig
 from oasiskv.core.errors import ConfigError, UnsupportedError
 from oasiskv.core.layout import SparseLayout
+from oasiskv.core.switch_rule import DEVICE_SPEEDS, SwitchRule
 from oasiskv.engine.vllm.names import CONNECTOR, VLLM_VERSION, WORKERS
 from oasiskv.kernels.rows import SummaryLayout
 
@@ -35,6 +37,35 @@ def sparse_layout(config: LookaheadConfig, block_size: int) -> SparseLayout:
     """Return which blocks a sparse request holds."""
     summaries = SummaryLayout(kind=config.summary, block_size=block_size, head_dim=1)
     return SparseLayout(budget_blocks=config.budget_blocks, rows_per_page=summaries.rows_per_page)
+
+
+def switch_rule(vllm_config: VllmConfig, config: LookaheadConfig) -> SwitchRule:
+    """Return when requests become sparse."""
+    if config.switch == "late":
+        return SwitchRule()
+    speed = DEVICE_SPEEDS.get(current_platform.get_device_name()) if config.switch == "auto" else None
+    if speed is None:
+        return SwitchRule(is_early=True)
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    num_ranks, text = parallel.tensor_parallel_size, model.hf_text_config
+    num_layers, num_heads = model.get_num_layers(parallel), model.get_num_kv_heads(parallel)
+    # The matrices that a step reads, by the usual shapes; of a mixture of experts all, as large batches do.
+    num_experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 1
+    width = getattr(text, "moe_intermediate_size", None) or text.intermediate_size
+    hidden = text.hidden_size
+    attention = 2 * hidden * model.get_head_size() * (text.num_attention_heads + num_heads * num_ranks)
+    weights = num_layers * (attention + 3 * num_experts * hidden * width) + hidden * text.vocab_size
+    itemsize = model.dtype.itemsize
+    return SwitchRule(
+        cost=speed.step_cost(
+            config,
+            weight_bytes=weights * itemsize // num_ranks,
+            num_layers=num_layers,
+            num_kv_heads=num_heads,
+            unit_bytes=2 * vllm_config.cache_config.block_size * model.get_head_size() * itemsize,
+            block_size=vllm_config.cache_config.block_size,
+        )
+    )
 
 
 def max_blocks(vllm_config: VllmConfig) -> int:
