@@ -21,10 +21,10 @@ from oasiskv.core.config import LookaheadConfig
 from oasiskv.core.host_blocks import HostBlockManager
 from oasiskv.core.layout import SparseLayout
 from oasiskv.core.ledger import RequestLedger
-from oasiskv.core.switch_rule import StepCost, SwitchRule
+from oasiskv.core.switch_rule import SwitchRule
 from oasiskv.engine.pipeline import InlinePipeline, Pipeline, ThreadPipeline
 from oasiskv.engine.state import CacheShape
-from oasiskv.engine.tiny_worker import Texts, TinyRow, TinyWorker
+from oasiskv.engine.tiny_worker import TINY_COST, Texts, TinyRow, TinyWorker
 
 pytest.importorskip("vllm", reason="the block manager under test is vLLM's")
 with warnings.catch_warnings():
@@ -52,9 +52,7 @@ PROMPTS = st.tuples(
 PROMPT_LISTS = st.lists(PROMPTS, min_size=1, max_size=4)
 SLACK = st.sampled_from([0, 2, 5, 10, 20, 40])
 """Blocks beyond those of the longest request."""
-COST = StepCost(fixed_ms=1, row_ms=0, block_ms=0.3, sparse_ms=0.5, predict_ms=0.02, transfer_ms=1.5, budget_blocks=4)
-"""Switches some requests of a batch and not others."""
-RULES = st.sampled_from([SwitchRule(is_early=True), SwitchRule(is_early=True), SwitchRule(), SwitchRule(cost=COST)])
+RULES = st.sampled_from([*2 * [SwitchRule(is_early=True)], SwitchRule(), SwitchRule(cost=TINY_COST)])
 BUDGETS = st.integers(2, 6)
 HOLDS = st.sampled_from([None, 0, 1, 2, 3, 5, "inline"])
 

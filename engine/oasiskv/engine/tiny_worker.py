@@ -11,6 +11,8 @@ import torch
 
 from oasiskv.core.commands import Admission, StepCommands
 from oasiskv.core.config import LookaheadConfig
+from oasiskv.core.host_memory import HostPoolConfig
+from oasiskv.core.switch_rule import StepCost
 from oasiskv.engine.attention import attend, group_rows
 from oasiskv.engine.host_pool import HostPool
 from oasiskv.engine.pipeline import Pipeline
@@ -53,6 +55,12 @@ class Texts:
             block = self.held[:, :, first : first + shape.block_size]  # [T, L, B, H, 2D]
             block.copy_(widen(*narrow(block.transpose(2, 3)), shape.dtype).transpose(2, 3))
         self.query = draw(3, shape.num_query_heads, shape.head_dim)
+
+
+TINY_COST = StepCost(
+    fixed_ms=1, row_ms=0, block_ms=0.3, sparse_ms=0.5, predict_ms=0.02, transfer_ms=1.5, budget_blocks=4
+)
+"""Made-up times by which some requests of a small batch switch and others do not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
