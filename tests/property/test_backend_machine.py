@@ -37,8 +37,7 @@ with warnings.catch_warnings():
 
     install()
 
-MAX_BLOCKS = st.sampled_from([9, 19, 36])
-"""Blocks of the longest request: one summary page, two or three."""
+MAX_BLOCKS = st.sampled_from([9, 19, 36])  # of the longest request: one summary page, two or three
 MAX_RUNNING = 4
 NUM_TEXTS = 2
 PROMPTS = st.tuples(
@@ -50,8 +49,7 @@ PROMPTS = st.tuples(
 )
 """Text, blocks, tokens more than that, and tokens to generate."""
 PROMPT_LISTS = st.lists(PROMPTS, min_size=1, max_size=4)
-SLACK = st.sampled_from([0, 2, 5, 10, 20, 40])
-"""Blocks beyond those of the longest request."""
+SLACK = st.sampled_from([0, 2, 5, 10, 20, 40])  # blocks beyond those of the longest request
 RULES = st.sampled_from([*2 * [SwitchRule(is_early=True)], SwitchRule(), SwitchRule(cost=TINY_COST)])
 BUDGETS = st.integers(2, 6)
 HOLDS = st.sampled_from([None, 0, 1, 2, 3, 5, "inline"])
@@ -65,21 +63,17 @@ class Request:
     text: int
     num_prompt_tokens: int
     max_tokens: int
-    num_tokens: int
-    """Prompt and output tokens that the scheduler knows."""
+    num_tokens: int  # prompt and output tokens that the scheduler knows
     block_hashes: list[bytes]
     priority: int
     status: RequestStatus = RequestStatus.WAITING
-    num_computed_tokens: int = 0
-    """As the scheduler hopes: drafts in flight count as accepted."""
+    num_computed_tokens: int = 0  # as the scheduler hopes: drafts in flight count as accepted
     num_in_flight_tokens: int = 0
-    num_true_tokens: int = 0
-    """As the worker knows: tokens in place."""
+    num_true_tokens: int = 0  # as the worker knows: tokens in place
     num_prefill_tokens: int = 0
     num_preemptions: int = 0
     last_step: int = -1
-    block_ids: list[int] = field(default_factory=list)
-    """The worker's block table."""
+    block_ids: list[int] = field(default_factory=list)  # the worker's block table
 
     @property
     def longest(self) -> int:

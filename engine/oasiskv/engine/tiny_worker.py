@@ -11,7 +11,6 @@ import torch
 
 from oasiskv.core.commands import Admission, StepCommands
 from oasiskv.core.config import LookaheadConfig
-from oasiskv.core.host_memory import HostPoolConfig
 from oasiskv.core.switch_rule import StepCost
 from oasiskv.engine.attention import attend, group_rows
 from oasiskv.engine.host_pool import HostPool
