@@ -127,7 +127,8 @@ def test_a_server_gets_everything_back_from_two_hundred_clients(model: Path, tmp
         settings=["debug_verify=true", "debug_poison=true"],
     )
     launch = prepare(request, "cpu", print)
-    with Server(launch.command(), environment("cpu", 1, os.environ), print) as server:
+    child = environment("cpu", 1, os.environ)
+    with Server(launch.command(), child, print, address=("127.0.0.1", port)) as server:
         server.wait_ready()
         before = [ask(port, length) for length in (1, 200, 333)]
         clients = [Client(port, seed) for seed in range(NUM_REQUESTS)]

@@ -7,6 +7,7 @@ process outlives it.
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -26,6 +27,9 @@ STOP_TIMEOUT_S = 20.0
 GONE_TIMEOUT_S = 5.0
 """Time that the children of a server have to notice that it ended."""
 
+LISTEN_TIMEOUT_S = 30.0
+"""Longest time between a server's word that it is ready and its first connection."""
+
 KEPT_LINES = 40
 """Last lines of the log that are shown when the server dies without a word that names the cause."""
 
@@ -39,6 +43,7 @@ class Server:
         show: Receives the lines of the log that a person may want to see.
         is_verbose: Show every line as it is.
         least_level: Of the lines that are shown once the server is ready.
+        address: Host and port where it will listen; None where they are not known.
     """
 
     def __init__(
@@ -49,6 +54,7 @@ class Server:
         *,
         is_verbose: bool = False,
         least_level: str = "INFO",
+        address: tuple[str, int] | None = None,
     ) -> None:
         """Prepare; nothing is started."""
         self._command = list(command)
@@ -56,7 +62,9 @@ class Server:
         self._show = show
         self._is_verbose = is_verbose
         self._is_quiet = False
+        self._address = address
         self._log = LogReader(least_level)
+        self._is_listening = threading.Event()
         self._tail: deque[str] = deque(maxlen=KEPT_LINES)
         self._process: subprocess.Popen[str] | None = None
         self._reader: threading.Thread | None = None
@@ -96,7 +104,7 @@ class Server:
         """
         assert self._process is not None
         end = time.monotonic() + timeout_s
-        while not self._log.is_ready.wait(0.2):
+        while not self._is_listening.wait(0.2):
             if self._process.poll() is not None:
                 raise self._failure(self._process.returncode)
             if time.monotonic() > end:
@@ -140,10 +148,24 @@ class Server:
             line = raw.rstrip("\n")
             self._tail.append(line)
             shown = self._log.read(line)
+            if self._log.is_ready.is_set() and not self._is_listening.is_set():
+                self._wait_listening(process)
             if self._is_verbose:
                 self._show(line)
             elif shown is not None and not self._is_quiet:
                 self._show(shown)
+            if self._log.is_ready.is_set():
+                self._is_listening.set()
+
+    def _wait_listening(self, process: "subprocess.Popen[str]") -> None:
+        """Wait until a connection is taken: the server says that it is ready a little before it listens."""
+        end = time.monotonic() + LISTEN_TIMEOUT_S
+        while self._address is not None and process.poll() is None and time.monotonic() < end:
+            try:
+                socket.create_connection(self._address, timeout=1.0).close()
+                break
+            except OSError:
+                time.sleep(0.05)
 
     def _failure(self, code: int) -> EngineFailedError:
         assert self._reader is not None

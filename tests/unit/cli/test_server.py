@@ -2,25 +2,28 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from oasiskv.cli.launch import free_port
 from oasiskv.cli.server import Server, stopped_by_sigterm
 from oasiskv.core.errors import EngineFailedError
 
 READY = 'print("INFO:     Application startup complete.", flush=True)'
 
 
-def make_server(tmp_path: Path, code: str, shown: list[str] | None = None, *, is_verbose: bool = False) -> Server:
+def make_server(tmp_path: Path, code: str, shown: list[str] | None = None, **options: Any) -> Server:
     script = tmp_path / "server.py"
     script.write_text(textwrap.dedent(code))
     show = (shown if shown is not None else []).append
-    return Server([sys.executable, str(script)], dict(os.environ), show, is_verbose=is_verbose)
+    return Server([sys.executable, str(script)], dict(os.environ), show, **options)
 
 
 def is_alive(pid: int) -> bool:
@@ -40,6 +43,22 @@ def test_the_log_is_shown_short_and_verbose_shows_all_of_it(tmp_path: Path) -> N
     with make_server(tmp_path, code, shown, is_verbose=True) as server:
         server.wait_ready()
     assert shown[1:3] == ["noise", "INFO:     Application startup complete."]
+
+
+def test_ready_means_that_a_connection_is_taken(tmp_path: Path) -> None:
+    port = free_port()
+    code = f"""
+        import socket, time
+        {READY}
+        time.sleep(0.5)
+        listener = socket.create_server(("127.0.0.1", {port}))
+        time.sleep(60)
+    """
+    shown: list[str] = []
+    with make_server(tmp_path, code, shown, address=("127.0.0.1", port)) as server:
+        server.wait_ready()
+        socket.create_connection(("127.0.0.1", port)).close()
+        assert shown == ["ready"]
 
 
 def test_a_server_that_dies_while_loading_tells_the_cause(tmp_path: Path) -> None:
