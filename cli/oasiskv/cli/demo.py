@@ -95,10 +95,12 @@ def run(args: argparse.Namespace) -> int:
     question = make_question(launch, args.context, args.text)
     child = {**environment(device, 1, os.environ), "HF_HUB_OFFLINE": "1", "VLLM_HOST_IP": "127.0.0.1"}
     dense = Offline(_dense_engine(launch), [Prompt(token_ids=question.token_ids, max_tokens=ANSWER_TOKENS)], child)
+    show = _say if args.verbose else clock(_say)
+    show("starting vLLM twice: a server with OasisKV, and a stock engine beside it")
     server = Server(
         launch.command(),
         child,
-        _say if args.verbose else clock(_say),
+        show,
         is_verbose=args.verbose,
         address=("127.0.0.1", request.port),
     )

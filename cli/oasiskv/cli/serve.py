@@ -114,11 +114,13 @@ def run(args: argparse.Namespace) -> int:
     is_verbose = args.verbose or has_own_log
     child = environment(device, request.num_workers, os.environ, has_own_log=has_own_log)
     level = os.environ.get("VLLM_LOGGING_LEVEL", "INFO")
+    show = _say if is_verbose else clock(_say)
+    show("starting vLLM")
     has_port = request.port != 0 and not any(flag.startswith("--uds") for flag in request.rest)
     server = Server(
         launch.command(),
         child,
-        _say if is_verbose else clock(_say),
+        show,
         is_verbose=is_verbose,
         least_level=level,
         address=(request.host or "127.0.0.1", request.port) if has_port else None,
