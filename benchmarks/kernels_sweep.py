@@ -37,11 +37,11 @@ def say(kind: str, options: dict[str, Any], **found: float) -> None:
     print(json.dumps({"op": kind, **options, **{name: round(value, 3) for name, value in found.items()}}), flush=True)
 
 
-def compile_all(part: int, parts: int) -> None:
+def compile_all(part: int, parts: int, *, is_fp8: bool) -> None:
     """Compile every shape on small inputs, so that several processes can fill Triton's cache at once."""
     model, device = bench.Model(num_layers=1), torch.device("cuda")
     memory = bench.Memory(model, 1200, 64, device)
-    steps = {kind: bench.Step(model, memory, 4, 1024, kind) for kind in ("minmax", "mid")}
+    steps = {kind: bench.Step(model, memory, 4, 1024, kind, is_fp8=is_fp8) for kind in ("minmax", "mid")}
     jobs: list[Any] = []
     for step in steps.values():
         jobs += [partial(step.predict, 0, **options) for options in PREDICT]
@@ -54,7 +54,7 @@ def compile_all(part: int, parts: int) -> None:
     torch.cuda.synchronize()
 
 
-def sweep(parts: list[str], batches: list[int], until: float) -> None:
+def sweep(parts: list[str], batches: list[int], until: float, *, is_fp8: bool) -> None:
     model, device = bench.Model(), torch.device("cuda")
     memory = bench.Memory(model, 19000, 8192, device)
     say("ceilings", bench.ceilings(memory))
@@ -71,7 +71,7 @@ def sweep(parts: list[str], batches: list[int], until: float) -> None:
             for programs in SHARES:
                 ms = bench.measure([partial(small.predict, num_programs=programs)], 36, repeats=6)
                 say(f"predict-{kind}-{rows}", {"num_programs": programs}, ms=ms, gbps=small.predict_bytes / ms / 1e6)
-    step = bench.Step(model, memory, 96, 1024, "minmax")
+    step = bench.Step(model, memory, 96, 1024, "minmax", is_fp8=is_fp8)
     step.predict(0)
     for options in SELECT if "alone" in parts else ():
         ms = bench.measure([partial(step.select, **options)], 36, step.reset, repeats=6)
@@ -87,7 +87,7 @@ def sweep(parts: list[str], batches: list[int], until: float) -> None:
     say("summarize-1024", {}, ms=ms, gbps=36 * 1024 * model.num_kv_heads * model.unit_bytes / 2 / ms / 1e6)
     for num_rows in batches if "beside" in parts else ():
         foreground = bench.Foreground(model, num_rows, device)
-        step = bench.Step(model, memory, num_rows, 1024, "minmax")
+        step = bench.Step(model, memory, num_rows, 1024, "minmax", is_fp8=is_fp8)
         stream = torch.cuda.Stream()
 
         def all_layers(foreground: bench.Foreground = foreground) -> None:
@@ -126,12 +126,15 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=("alone", "beside"), default=["alone", "beside"])
     parser.add_argument("--rows", type=int, nargs="+", default=[40, 96])
     parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--fp8", action="store_true", help="copy fp8 units, in rings twice as deep")
     args = parser.parse_args()
+    if args.fp8:
+        TRANSFER[:] = [{**options, "depth": 2 * options["depth"]} for options in TRANSFER]
     if args.compile:
-        compile_all(*args.compile)
+        compile_all(*args.compile, is_fp8=args.fp8)
     else:
         print(json.dumps({"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}), flush=True)
-        sweep(args.parts, args.rows, time.monotonic() + args.seconds)
+        sweep(args.parts, args.rows, time.monotonic() + args.seconds, is_fp8=args.fp8)
 
 
 if __name__ == "__main__":
