@@ -1,6 +1,7 @@
 """Two staging processes and a real Redis, which is stopped, slow, flushed and started again while they serve."""
 
 import asyncio
+import json
 import shutil
 import signal
 from collections.abc import Iterator
@@ -150,6 +151,41 @@ def test_a_flushed_redis_is_filled_again_without_a_word(place: Place) -> None:
                 return sum(b":keys:" in key for key in keys) == 2
 
             await until(has_both)
+
+    asyncio.run(scenario())
+
+
+def test_an_index_that_redis_evicted_is_written_again(place: Place) -> None:
+    async def scenario() -> None:
+        async with peer(place.first) as one, peer(place.second) as other:
+            await stage(other, 3)
+            await finds(one, {"second:1": 3})
+            for key in place.redis.ask("KEYS oasiskv:*:keys:*").split():
+                if b":keys:" in key:
+                    place.redis.ask(f"DEL {key.decode()}")
+            await finds(one, {"second:1": 3})
+            await stage(one, 1)
+            await finds(other, {"second:1": 3, "first:1": 1})
+
+    asyncio.run(scenario())
+
+
+def test_a_write_that_a_redis_carried_out_late_is_made_good(place: Place) -> None:
+    """As it does with what was in its buffers when it hung, although whoever sent it has given up and gone on."""
+
+    async def scenario() -> None:
+        async with peer(place.first) as one, peer(place.second) as other:
+            await stage(other, 3)
+            await finds(one, {"second:1": 3})
+            (keys,) = [key for key in place.redis.ask("KEYS oasiskv:*:keys:*").split() if b":keys:" in key]
+            name = keys.decode()
+            holder = name.replace(":keys:", ":holder:")
+            answer = place.redis.ask(f"GET {holder}").split(b"\r\n")[1].decode()
+            entry = json.dumps({**json.loads(answer), "write": 1})
+            late = [f"SREM {name} {KEYS[0].decode()}", f"SADD {name} {KEYS[5].decode()}"]
+            place.redis.ask("\r\n".join(["MULTI", *late, f"SET {holder} '{entry}' PX 5000", "EXEC"]))
+            await finds(one, {"second:1": 3})
+            assert (await one.find(KEYS[5]))[0] == {}
 
     asyncio.run(scenario())
 

@@ -35,6 +35,11 @@ class ChangeLog:
         self.num_sealed = 0
         self.num_removed = 0
 
+    @property
+    def num_keys(self) -> int:
+        """Keys that can be found now."""
+        return len(self._keys)
+
     def add(self, block_key: bytes, is_held: bool) -> None:
         """Record that a key can be found from now on, or cannot any more."""
         if is_held:

@@ -207,7 +207,9 @@ class Directory:
             if not self.is_connected:
                 self.is_connected = True
                 logger.info("the directory is connected")
-            if sequence is not None:
+            if sequence is None:
+                await asyncio.sleep(GATHER_S)
+            else:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(config.heartbeat_s):
                         await self._changes.wait(sequence)
@@ -217,9 +219,10 @@ class Directory:
         """Bring Redis from event `sequence` up to now; return the event it is at, None to write everything next.
 
         What Redis had before must be of the last write that was answered, by its number: Redis may have been flushed,
-        started again from an old dump, or have carried out late what this service had given up waiting for.
+        started again from an old dump, or have carried out late what this service had given up waiting for. And it must
+        have as many keys as this service: it may have evicted them for want of memory.
         """
-        changes = self._changes.after(sequence)
+        changes, num_keys = self._changes.after(sequence), self._changes.num_keys
         is_whole = bool(changes) and changes[0].is_snapshot_start
         new_key = ""
         if is_whole:
@@ -243,10 +246,11 @@ class Directory:
         else:
             self._add_changes(batch, changes)
         self._add_sign_of_life(batch)
-        before, *_ = await batch.execute()
-        was_last = self._last_write
-        self._last_write = self._num_writes
-        if not is_whole and (before is None or json.loads(before)["write"] != was_last):
+        batch.scard(self._key("keys"))
+        before, *_, num_there = await batch.execute()
+        was_last, self._last_write = self._last_write, self._num_writes
+        is_next = is_whole or (before is not None and json.loads(before)["write"] == was_last)
+        if not is_next or num_there != num_keys:
             return None
         await self._forget_dead(redis)
         return latest
