@@ -102,6 +102,8 @@ def run(args: argparse.Namespace) -> int:
         child,
         show,
         is_verbose=args.verbose,
+        # Anything less would stand in the middle of the answer.
+        least_level="WARNING",
         address=("127.0.0.1", request.port),
     )
     with stopped_by_sigterm(), dense:
