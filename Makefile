@@ -94,8 +94,8 @@ test: $(READY) ## all tests but the soak ones; ARGS= goes to pytest
 	$(PY) -m pytest --ignore=tests/soak --durations=10 --durations-min=2 $(ARGS)
 
 soak: $(READY) ## the tests that take minutes, and as many new examples as they allow for the property tests
-	$(PY) -m pytest tests/property --hypothesis-profile=soak $(ARGS)
-	@if [ -d tests/soak ]; then $(PY) -m pytest tests/soak $(ARGS); else echo 'no soak tests yet'; fi
+	$(PY) -m pytest tests/property --hypothesis-profile=soak --timeout=7200 $(ARGS)
+	$(PY) -m pytest tests/soak $(ARGS)
 
 protos: $(READY) ## generate code from .proto files; refuses a change that breaks peers
 	$(PY) protos/generate.py $(ARGS)
