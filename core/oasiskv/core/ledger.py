@@ -54,6 +54,8 @@ class _Request:
     """Block table entries below this one were gone through for freeing."""
     stage: str | None = None
     """Lease that the workers must be told to stage its KV under."""
+    hands_over: bool = False
+    """Whether it switches as soon as it can, since another process goes on with it from there."""
     admission: Admission | None = None
     """What the workers must be told so that it begins with KV from staging."""
 
@@ -132,6 +134,7 @@ class RequestLedger:
             request.num_ordered = request.num_stored = request.num_sealed = request.num_freed = request.num_final
         elif can_switch:
             request.stage = expected.stage
+            request.hands_over = expected.stage is not None
 
     def first_entries(self, request_id: str) -> list[int]:
         """Return the block table entries that a request needs for its tokens from staging, ascending."""
@@ -285,12 +288,21 @@ class RequestLedger:
         dense = {name: request.num_final for name, request in running.items() if self._may_switch(request)}
         if not dense:
             return {}
+        chosen: dict[str, Reason] = {name: "handover" for name in dense if running[name].hands_over}
+        dense = {name: num_final for name, num_final in dense.items() if name not in chosen}
+        if not dense:
+            return chosen
         sparse = [request for request in self._requests.values() if request.is_sparse]
         # Those that switched lately have not given back anything yet.
         coming = sum(self._num_freed_by(request) for request in sparse if request.num_freed == 0)
-        return self._rule.choose(
+        waiting = [
+            request.num_blocks
+            for name, request in running.items()
+            if name not in dense and name not in chosen and not request.is_sparse
+        ]
+        return chosen | self._rule.choose(
             dense,
-            [request.num_blocks for name, request in running.items() if name not in dense and not request.is_sparse],
+            waiting,
             [request.num_final for request in running.values() if request.is_sparse],
             shortage - coming,
             {name: self._num_freed_by(running[name]) for name in dense},

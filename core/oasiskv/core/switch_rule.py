@@ -6,7 +6,7 @@ from typing import Literal
 
 from oasiskv.core.config import LookaheadConfig
 
-Reason = Literal["early", "memory", "speed"]
+Reason = Literal["early", "memory", "speed", "handover"]
 """Why a request was switched."""
 
 LEAST_GAIN = 0.03

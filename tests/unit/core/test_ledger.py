@@ -345,3 +345,17 @@ def test_workers_are_told_once_where_to_stage_and_again_after_a_preemption() -> 
     engine.ledger.admit("a", 60)
     engine.tables["a"] = []
     assert engine.step({"a": 0}, new=60).stage == {"a": "lease"}
+
+
+def test_a_request_to_hand_over_switches_at_its_first_decode_step_though_nothing_else_asks_for_it() -> None:
+    engine = Engine(rule=SwitchRule())
+    engine.ledger.expect("a", 62, stage="lease")
+    engine.ledger.admit("a", 60)
+    engine.tables["a"] = []
+    engine.admit("b", 60)
+    engine.step({"a": 0, "b": 0}, new=60)
+    commands = engine.step({"a": 60, "b": 60})
+    assert commands.switch == {"a": 15}
+    assert commands.store["a"] == (0, 15)
+    assert engine.ledger.take_num_switched() == {"handover": 1}
+    assert engine.step({"a": 61, "b": 61}).switch == {}

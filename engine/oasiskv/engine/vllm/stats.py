@@ -24,6 +24,7 @@ COUNTERS: dict[str, tuple[str, str]] = {
     "switches": ("switches", "Requests that became sparse, per worker."),
     "switched_early": ("switched_early", "Requests that became sparse as early as they could."),
     "switched_memory": ("switched_for_memory", "Requests that became sparse because the engine's pool was full."),
+    "switched_handover": ("switched_for_handover", "Requests that became sparse to go on in another process."),
     "switched_speed": ("switched_for_speed", "Requests that became sparse because steps take less time so."),
     "sparse_rows": ("sparse_steps", "Steps of requests that ran sparse, per worker."),
     "dense_steps": ("dense_steps", "Decode steps of requests that ran with everything resident."),
