@@ -2,6 +2,7 @@
 
     python benchmarks/decode_step.py MODEL [--drafter EAGLE3_HEAD] [--stock] [--requests 1 16 40] [--context 16384]
         [--host-memory 100GiB] [--host-dtype fp8] [--memory-share 0.515] [--output FILE]
+        [--set switch=early] [--set signal=joined]
 
 Weights are dummies, so the tokens mean nothing; the time, the bytes and the memory do. A step counts while all requests
 of the round decode at once. 0.515 of an H200's memory stands for an 80 GB GPU.
@@ -20,6 +21,15 @@ from typing import Any
 os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
 
 
+def setting(text: str) -> tuple[str, Any]:
+    """Read `name=value`; the value is JSON, or else text."""
+    name, _, value = text.partition("=")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
+
+
 def start(args: argparse.Namespace) -> Any:
     """Start the engine in this process."""
     from vllm import LLM
@@ -27,7 +37,7 @@ def start(args: argparse.Namespace) -> Any:
     most = max(args.requests)
     extra: dict[str, Any] = {}
     if not args.stock:
-        settings = {"host_pool_bytes": args.host_memory, "host_dtype": args.host_dtype}
+        settings = {"host_pool_bytes": args.host_memory, "host_dtype": args.host_dtype} | dict(args.settings)
         extra["worker_cls"] = "oasiskv.engine.vllm.cuda.Worker"
         extra["kv_transfer_config"] = {
             "kv_connector": "OasisKVConnector",
@@ -95,6 +105,9 @@ def main() -> None:
     parser.add_argument("--host-memory", default="100GiB")
     parser.add_argument("--host-dtype", choices=("auto", "fp8"), default="auto")
     parser.add_argument("--memory-share", type=float, default=0.515)
+    parser.add_argument(
+        "--set", dest="settings", type=setting, action="append", default=[], help="further settings of the backend"
+    )
     parser.add_argument("--output", type=pathlib.Path)
     args = parser.parse_args()
     import torch
