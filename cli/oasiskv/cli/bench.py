@@ -9,6 +9,7 @@ import platform
 from collections.abc import Callable
 from pathlib import Path
 
+from oasiskv.cli import sweep
 from oasiskv.core.errors import UnsupportedError
 
 Row = dict[str, object]
@@ -28,6 +29,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     staging.add_argument("--repeats", type=int, default=9, metavar="N", help="copies of each kind (9)")
     staging.add_argument("--block-sizes", nargs="+", type=int, metavar="N", help="in tokens (2 16 128)")
     staging.add_argument("--paths", nargs="+", metavar="PATH", help="only these paths, as the table names them")
+    sweep.add_arguments(
+        suites.add_parser("sweep", help="decode steps of dense vLLM and of OasisKV over contexts and concurrency")
+    )
     for suite in (kernels, staging):
         suite.add_argument(
             "--out", type=Path, default=Path("benchmarks/results"), metavar="FOLDER", help="where the JSON file goes"
@@ -40,6 +44,8 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UnsupportedError: There is no CUDA device to measure, or a package is not installed.
     """
+    if args.suite == "sweep":
+        return sweep.run(args)
     return _run_kernels(args.out) if args.suite == "kernels" else _run_staging(args)
 
 

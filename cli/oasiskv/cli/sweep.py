@@ -1,0 +1,225 @@
+"""`oasiskv bench sweep`: decode steps of dense vLLM and of OasisKV over contexts and concurrency, in one file.
+
+Every (mode, context) has an engine process of its own, `oasiskv.engine.vllm.rounds`. A round that the file already has
+is not run again, so a sweep may be cut into short runs.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from oasiskv.core.config import LookaheadConfig
+from oasiskv.core.errors import ConfigError, EngineFailedError
+from oasiskv.engine.vllm.names import CONNECTOR, WORKERS
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mode:
+    """One way to serve the same requests."""
+
+    settings: Mapping[str, Any] | None = None
+    """Of the backend; None is stock vLLM."""
+    has_drafter: bool = False
+    """Whether a drafter runs, if one is given."""
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of vLLM's `LLM`."""
+
+
+MODES = {
+    "dense": Mode(),
+    "dense-drafter": Mode(has_drafter=True),
+    "dense-fp8": Mode(engine={"kv_cache_dtype": "fp8"}),
+    "oasiskv": Mode(settings={}, has_drafter=True),
+    "oasiskv-self": Mode(settings={}),
+    "oasiskv-fp8": Mode(settings={"host_dtype": "fp8"}, has_drafter=True),
+    "oasiskv-early": Mode(settings={"switch": "early"}, has_drafter=True),
+    "oasiskv-joined": Mode(settings={"switch": "early", "signal": "joined"}, has_drafter=True),
+    "oasiskv-flags": Mode(settings={"switch": "early", "signal": "flags"}, has_drafter=True),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `oasiskv bench sweep`."""
+    parser.add_argument("model", help="model folder; with --weights dummy its config.json is enough")
+    parser.add_argument("--drafter", metavar="FOLDER", help="EAGLE-3 head")
+    parser.add_argument("--weights", choices=("auto", "dummy"), default="auto", help="dummy: random ones")
+    parser.add_argument("--modes", nargs="+", default=["dense", "oasiskv"], metavar="MODE", help=", ".join(MODES))
+    parser.add_argument("--contexts", nargs="+", type=int, default=[4096, 16384], metavar="N", help="prompt tokens")
+    parser.add_argument("--requests", nargs="+", type=int, default=[1, 16, 40], metavar="N", help="at a time")
+    parser.add_argument("--tokens", type=int, default=70, metavar="N", help="to generate, at least (70)")
+    parser.add_argument("--memory-share", type=float, default=0.9, help="of the device (0.515 of an H200 is 80 GB)")
+    parser.add_argument("--host-memory", default="4GiB", help="for KV, per process (4GiB)")
+    parser.add_argument("--set", dest="settings", action="append", type=setting, default=[], metavar="NAME=VALUE")
+    parser.add_argument("--results", type=Path, required=True, metavar="FILE", help="JSON; continued if it is there")
+
+
+def setting(text: str) -> tuple[str, Any]:
+    """Read a setting of the backend; its value is JSON, or else text.
+
+    Raises:
+        ConfigError: there is no `=` in it.
+    """
+    name, separator, value = text.partition("=")
+    if not separator:
+        raise ConfigError(f"--set: expected NAME=VALUE, got {text!r}")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
+
+
+def missing(rows: Sequence[Row], mode: str, context: int, requests: Sequence[int]) -> list[int]:
+    """Return the numbers of requests for which there is no row yet."""
+    known = {row["requests"] for row in rows if (row["mode"], row["context"]) == (mode, context)}
+    return [count for count in requests if count not in known]
+
+
+def engine_arguments(args: argparse.Namespace, mode: Mode, context: int, *, is_cuda: bool) -> Row:
+    """Return the arguments of vLLM's `LLM` for a mode.
+
+    Raises:
+        ConfigError: a setting of the backend is wrong.
+    """
+    drafter = args.drafter if mode.has_drafter else None
+    longest = context + args.tokens + 2 * max(args.requests) + 2
+    arguments: Row = {
+        "model": args.model,
+        "load_format": args.weights,
+        "skip_tokenizer_init": True,
+        "block_size": 16 if is_cuda or mode.settings is not None else 32,
+        "enable_prefix_caching": False,
+        "max_model_len": longest,
+        "max_num_seqs": max(args.requests),
+        "max_num_batched_tokens": 8192,
+        "gpu_memory_utilization": args.memory_share,
+        **mode.engine,
+    }
+    if is_cuda:
+        # Full graphs of exactly the rounds' sizes; with a drafter each request computes two tokens.
+        sizes = [(2 if drafter else 1) * count for count in args.requests]
+        arguments["compilation_config"] = {"cudagraph_capture_sizes": sizes}
+    if drafter:
+        arguments["speculative_config"] = {"method": "eagle3", "model": drafter, "num_speculative_tokens": 1}
+    if mode.settings is not None:
+        settings = {"host_pool_bytes": args.host_memory, **mode.settings, **dict(args.settings)}
+        LookaheadConfig.from_mapping(settings)
+        arguments["worker_cls"] = WORKERS["cuda" if is_cuda else "cpu"]
+        arguments["kv_transfer_config"] = {
+            "kv_connector": CONNECTOR,
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": settings,
+        }
+    return arguments
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the rounds that the file does not hold yet, and print the table.
+
+    Raises:
+        ConfigError: a mode or a setting is unknown.
+        EngineFailedError: an engine ended by itself; the rounds before it are kept.
+    """
+    import torch
+
+    for name in args.modes:
+        if name not in MODES:
+            raise ConfigError(f"--modes: expected {', '.join(MODES)}, got {name!r}")
+    is_cuda = torch.cuda.is_available()
+    report: Row = json.loads(args.results.read_text()) if args.results.exists() else _about(args, is_cuda=is_cuda)
+    for context in args.contexts:
+        for name in args.modes:
+            if counts := missing(report["rows"], name, context, args.requests):
+                engine = engine_arguments(args, MODES[name], context, is_cuda=is_cuda)
+                try:
+                    for row in _rounds(args, engine, context, counts):
+                        report["rows"].append({"mode": name, "context": context, **row})
+                finally:
+                    _save(args.results, report)
+    print(table(report["rows"]))
+    return 0
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Return one line per round."""
+    columns = {
+        "mode": "{}",
+        "context": "{}",
+        "requests": "{}",
+        "running": "{}",
+        "tpot_ms_mean": "{:.2f}",
+        "tpot_ms_p99": "{:.2f}",
+        "steady_tokens_per_s": "{:.0f}",
+        "tokens_per_s": "{:.0f}",
+        "ttft_s_p50": "{:.2f}",
+        "cap_share": "{:.2f}",
+        "link_gb_per_s": "{:.1f}",
+        "stall_ms_per_step": "{:.2f}",
+    }
+    ordered = sorted(rows, key=lambda row: (row["context"], row["requests"], row["mode"]))
+    cells = [list(columns)]
+    cells += [[form.format(row[name]) if name in row else "-" for name, form in columns.items()] for row in ordered]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells)
+
+
+def _rounds(args: argparse.Namespace, engine: Row, context: int, counts: Sequence[int]) -> Iterator[Row]:
+    """Yield the rounds of one engine process; those that it finished also if it then fails."""
+    settings = engine.get("kv_transfer_config", {}).get("kv_connector_extra_config")
+    with tempfile.TemporaryDirectory(prefix="oasiskv-") as folder:
+        results, log = Path(folder, "rows.jsonl"), Path(folder, "log.txt")
+        results.touch()
+        job = {
+            "engine": engine,
+            "context": context,
+            "requests": list(counts),
+            "num_tokens": args.tokens,
+            "cap": None if settings is None else LookaheadConfig.from_mapping(settings).cap,
+            "results": str(results),
+        }
+        Path(folder, "job.json").write_text(json.dumps(job))
+        environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
+        command = [sys.executable, "-m", "oasiskv.engine.vllm.rounds", str(Path(folder, "job.json"))]
+        with log.open("w") as out:
+            done = subprocess.run(command, env=environment, stdout=out, stderr=subprocess.STDOUT, check=False)
+        lines = results.read_text().splitlines()
+        yield from map(json.loads, lines)
+        if done.returncode != 0 or len(lines) < len(counts):
+            tail = "\n".join(log.read_text(errors="replace").splitlines()[-20:])
+            raise EngineFailedError(f"the engine ended with exit code {done.returncode}; last words:\n{tail}")
+
+
+def _about(args: argparse.Namespace, *, is_cuda: bool) -> Row:
+    import datetime
+    import platform
+
+    import torch
+    import vllm
+
+    return {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "device": torch.cuda.get_device_name() if is_cuda else platform.machine(),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "vllm": vllm.__version__},
+        "weights": args.weights,
+        "model": Path(args.model).name,
+        "memory_share": args.memory_share,
+        "host_memory": args.host_memory,
+        "settings": dict(args.settings),
+        "rows": [],
+    }
+
+
+def _save(path: Path, report: Row) -> None:
+    """Replace the file at once, so that it is never half written."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_suffix(".tmp")
+    fresh.write_text(json.dumps(report, indent=1) + "\n")
+    fresh.replace(path)
