@@ -14,7 +14,19 @@ pytestmark = pytest.mark.timeout(300)
 def test_a_sweep_measures_every_round_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = write_tiny_model(tmp_path / "model", num_kv_heads=1, num_heads=2)
     results = tmp_path / "results" / "sweep.json"
-    command = ["bench", "sweep", str(model), "--contexts", "200", "--tokens", "24", "--memory-share", "0.2", "--set", "budget_blocks=4"]
+    command = [
+        "bench",
+        "sweep",
+        str(model),
+        "--contexts",
+        "200",
+        "--tokens",
+        "24",
+        "--memory-share",
+        "0.2",
+        "--set",
+        "budget_blocks=4",
+    ]
     command += ["--host-memory", "64MiB", "--results", str(results), "--modes", "dense", "oasiskv", "--requests"]
     assert main([*command, "1", "3"]) == 0
     rows = {(row["mode"], row["requests"]): row for row in json.loads(results.read_text())["rows"]}
