@@ -17,7 +17,7 @@ from typing import Any
 
 from oasiskv.core.config import LookaheadConfig
 from oasiskv.core.errors import ConfigError, EngineFailedError
-from oasiskv.engine.vllm.names import CONNECTOR, WORKERS
+from oasiskv.engine.vllm.names import CONNECTOR, VLLM_VERSION, WORKERS
 
 Row = dict[str, Any]
 
@@ -202,12 +202,11 @@ def _about(args: argparse.Namespace, *, is_cuda: bool) -> Row:
     import platform
 
     import torch
-    import vllm
 
     return {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "device": torch.cuda.get_device_name() if is_cuda else platform.machine(),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "vllm": vllm.__version__},
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "vllm": VLLM_VERSION},
         "weights": args.weights,
         "model": Path(args.model).name,
         "memory_share": args.memory_share,
