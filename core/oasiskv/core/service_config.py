@@ -136,6 +136,9 @@ class DecodeConfig:
     prefills: tuple[str, ...] = ()
     """`host:port` of each prefill service; with none every prompt is computed here."""
 
+    staging: str = ""
+    """`host:port` of the staging service that the prefill services use; empty without any."""
+
     tls: TlsConfig | None = None
     """Mutual TLS with peers and callers of decode.v1; None to speak in the clear."""
 
@@ -164,6 +167,8 @@ class DecodeConfig:
         object.__setattr__(self, "prefills", tuple(self.prefills))
         for address in self.prefills:
             check_address("prefills", address)
+        if self.prefills or self.staging:
+            check_address("staging", self.staging)
         if not _is_number(self.local_prompt_tokens, int) or self.local_prompt_tokens < 0:
             raise ConfigError(f"local_prompt_tokens: expected 0 or more, got {self.local_prompt_tokens!r}")
         _check_limits(self, "max_call_s", "drain_s")

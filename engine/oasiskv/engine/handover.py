@@ -40,6 +40,12 @@ class StagedBlocks(Protocol):
     def fetch(self, lease: str, block_indices: Sequence[int], first_layer: int, out: torch.Tensor) -> "Future[None]":
         """Read layers of blocks; the future raises an `OasisError` if `out` is not what their writer wrote."""
 
+    def receipt(self, lease: str) -> bytes:
+        """Return what the lease's owner needs so that blocks that were put here can be declared final."""
+
+    def forget(self, lease: str) -> None:
+        """Drop what is remembered of a lease; the lease itself is its owner's."""
+
     def close(self) -> None:
         """End every transfer under way and give up what this way holds."""
 
@@ -54,6 +60,13 @@ class Unattached:
     def fetch(self, lease: str, block_indices: Sequence[int], first_layer: int, out: torch.Tensor) -> "Future[None]":
         """Fail."""
         return self._fail()
+
+    def receipt(self, lease: str) -> bytes:
+        """Return nothing: nothing was put."""
+        return b""
+
+    def forget(self, lease: str) -> None:
+        """Do nothing."""
 
     def close(self) -> None:
         """Do nothing."""
@@ -155,6 +168,26 @@ class Outbox:
             write.result()
         return True
 
+    def take_receipt(self, blocks: StagedBlocks, lease: str) -> bytes | None:
+        """Take a handover, and return what the lease's owner needs to declare it final; None while it is under way.
+
+        Raises:
+            OasisError: As `take`.
+        """
+        try:
+            if not self.take(lease):
+                return None
+            receipt = blocks.receipt(lease)
+        except OasisError:
+            blocks.forget(lease)
+            raise
+        blocks.forget(lease)
+        return receipt
+
+    def counts(self) -> dict[str, int]:
+        """Return what was counted since the start."""
+        return {"staged_bytes": self.staged_bytes}
+
     def discard(self, lease: str) -> None:
         """Forget a handover that nobody waits for any more."""
         self._writes.pop(lease, None)
@@ -205,12 +238,13 @@ class Inbox:
         self.full_bytes = 0
         """What the admitted requests would have brought with all their KV."""
 
-    def close(self, slot: int) -> None:
-        """Forget the request in a slot."""
-        self._leases.pop(slot, None)
+    def close(self, slot: int) -> str | None:
+        """Forget the request in a slot, and return the lease that it read under, if any."""
+        lease = self._leases.pop(slot, None)
         self._failed.pop(slot, None)
         self._told.discard(slot)
         self.absent[:, slot] = False
+        return lease
 
     def admit(
         self, blocks: StagedBlocks, slot: int, lease: str, table: torch.Tensor, layout: HandoverLayout, sinks: int
@@ -266,6 +300,16 @@ class Inbox:
         if wanted:
             self.missed_blocks[layer] += sum(len(indices) for _, _, indices in wanted)
             self.missed_bytes[layer] += self._fetch_blocks(blocks, wanted)
+
+    def counts(self) -> dict[str, int]:
+        """Return what was counted since the start."""
+        return {
+            "handovers": self.num_admitted,
+            "handover_bytes": self.full_bytes,
+            "admitted_bytes": self.admitted_bytes,
+            "missed": sum(self.missed_blocks),
+            "missed_bytes": sum(self.missed_bytes),
+        }
 
     def is_failed(self, slot: int) -> bool:
         """Say whether the request in a slot could not get its blocks."""

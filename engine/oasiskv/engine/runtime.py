@@ -109,6 +109,10 @@ class Runtime:
         self._staged.close()
         self._staged = staged
 
+    def take_handover(self, lease: str) -> bytes | None:
+        """Return the receipt of a request's KV once all of it is in staging; see `Outbox.take_receipt`."""
+        return self.outbox.take_receipt(self._staged, lease)
+
     def take_failed_blocks(self) -> set[int]:
         """Return the first engine block of each request that failed for want of its KV, since the last call."""
         failed = self.inbox.take_failed()
@@ -134,7 +138,8 @@ class Runtime:
             self._num_host_blocks.pop(request_id, None)
             self.outbox.close(request_id)
             if (slot := self._slot_of.pop(request_id, None)) is not None:
-                self.inbox.close(slot)
+                if (lease := self.inbox.close(slot)) is not None:
+                    self._staged.forget(lease)
                 self._free_slots.append(slot)
         if commands.host_blocks:
             self._add_host_blocks(commands.host_blocks)
@@ -303,15 +308,12 @@ class Runtime:
                 return self._counts or self.counters.snapshot(torch.zeros_like(self._settled_counters), self.shape)
         if self._pipeline.waited() is not None:
             self.counters.take_waits(self._settled_waits)
-        self._counts = self.counters.snapshot(self._settled_counters, self.shape) | {
-            "staged_bytes": self.outbox.staged_bytes,
-            "handovers": self.inbox.num_admitted,
-            "handover_bytes": self.inbox.full_bytes,
-            "admitted_bytes": self.inbox.admitted_bytes,
-            "missed": sum(self.inbox.missed_blocks),
-            "missed_bytes": sum(self.inbox.missed_bytes),
-        }
+        self._counts = self.counters.snapshot(self._settled_counters, self.shape) | self.handover_counts()
         return self._counts
+
+    def handover_counts(self) -> dict[str, int]:
+        """Return what was counted of handovers since the start."""
+        return self.outbox.counts() | self.inbox.counts()
 
     def _settle_counters(self) -> None:
         self._pipeline.settle(self._copy_counters)

@@ -52,6 +52,7 @@ class Shelf:
         self.held: list[Future[None]] | None = None
         """Writes that are not over, while the test keeps them open."""
         self.is_closed = False
+        self.forgotten: list[str] = []
 
     def put(self, lease: str, block_indices: Sequence[int], first_layer: int, data: torch.Tensor) -> "Future[None]":
         assert data.is_contiguous()
@@ -79,6 +80,12 @@ class Shelf:
                 out[place, layer] = self.parts[lease, index, first_layer + layer]
         done.set_result(None)
         return done
+
+    def receipt(self, lease: str) -> bytes:
+        return lease.encode()
+
+    def forget(self, lease: str) -> None:
+        self.forgotten.append(lease)
 
     def close(self) -> None:
         self.is_closed = True
@@ -318,6 +325,7 @@ def test_what_is_absent_is_forgotten_with_its_request(make: Make) -> None:
     assert receiver.runtime.inbox.absent.any()
     receiver.run(StepCommands(released=("a",)), [])
     assert not receiver.runtime.inbox.absent.any()
+    assert shelf.forgotten == ["lease"]
     prefill(receiver, 12 * BLOCK)
 
 
@@ -453,3 +461,14 @@ def test_what_was_handed_over_is_counted(make: Make) -> None:
     assert counts["missed_bytes"] == sum(inbox.missed_bytes) > 0
     assert counts["missed"] == sum(inbox.missed_blocks) > 0
     assert counts["handover_bytes"] == 19 * SHAPE.host_block_bytes
+
+
+def test_a_handover_is_taken_with_a_receipt_and_forgotten_either_way(make: Make) -> None:
+    sender, shelf = make(), Shelf()
+    sender.runtime.attach(shelf)
+    prefill(sender, 9 * BLOCK, lease="lease")
+    assert sender.runtime.take_handover("lease") == b"lease"
+    assert shelf.forgotten == ["lease"]
+    with pytest.raises(InvalidRequestError):
+        sender.runtime.take_handover("other")
+    assert shelf.forgotten == ["lease", "other"]

@@ -3,7 +3,6 @@
 `cpu.Worker` and `cuda.Worker` mix `LookaheadWorker` into vLLM's own worker classes.
 """
 
-import importlib
 import logging
 import time
 from typing import Any
@@ -18,7 +17,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from oasiskv.core.commands import StepCommands
 from oasiskv.core.config import LookaheadConfig
-from oasiskv.core.errors import ConfigError, OasisError, UnsupportedError
+from oasiskv.core.errors import ConfigError, UnsupportedError
 from oasiskv.core.host_memory import check_fits, host_memory_limit, size
 from oasiskv.engine.host_pool import HostPool
 from oasiskv.engine.pipeline import Pipeline, ThreadPipeline
@@ -27,6 +26,7 @@ from oasiskv.engine.runtime import Runtime
 from oasiskv.engine.state import CacheShape, WorkingSets
 from oasiskv.engine.vllm import settings
 from oasiskv.engine.vllm.connector import StepMetadata, host_block_bytes
+from oasiskv.engine.vllm.handover_calls import HandoverCalls
 from oasiskv.engine.vllm.manager import LookaheadSpec
 from oasiskv.engine.vllm.names import CONNECTOR
 
@@ -230,20 +230,6 @@ class WorkerBackend:
             self.begin_drafting(query_start_loc, seq_lens, block_table)
         return self.runtime.pad(num_rows)
 
-    def attach_staging(self, maker: str, arguments: dict[str, Any]) -> None:
-        """Take a way to staging; see `LookaheadWorker`."""
-        assert self.runtime is not None
-        module, _, function = maker.partition(":")
-        self.runtime.attach(getattr(importlib.import_module(module), function)(arguments, self.runtime.shape))
-
-    def take_handover(self, lease: str) -> tuple[str, str]:
-        """Say what became of a request's KV; see `LookaheadWorker`."""
-        assert self.runtime is not None
-        try:
-            return ("staged" if self.runtime.outbox.take(lease) else "under way"), ""
-        except OasisError as error:
-            return type(error).__name__, str(error)
-
     def end_step(self) -> None:
         """Forget the running step: what runs next has no requests behind it."""
         if self.runtime is not None:
@@ -350,7 +336,7 @@ def current() -> WorkerBackend | None:
     return _current
 
 
-class LookaheadWorker:
+class LookaheadWorker(HandoverCalls):
     """What a vLLM worker class gains; mixed in before it."""
 
     vllm_config: VllmConfig
@@ -402,26 +388,6 @@ class LookaheadWorker:
         if self.backend.runtime is not None:
             self.backend.runtime.capture()
         return result
-
-    def attach_staging(self, maker: str, arguments: dict[str, Any]) -> None:
-        """Take a way to staging; services call this through vLLM's `collective_rpc`.
-
-        Args:
-            maker: `module:function`, called with the arguments and the `CacheShape` of this process.
-            arguments: Of the maker.
-
-        Raises:
-            OasisError: as the maker does, or the backend cannot hand requests over; what was attached before stays.
-        """
-        self.backend.attach_staging(maker, arguments)
-
-    def take_handover(self, lease: str) -> tuple[str, str]:
-        """Say what became of the KV of a request that ended here; called as `attach_staging` is.
-
-        Returns:
-            `"staged"`, `"under way"`, or the name of an error's class, which is then final; and the error's message.
-        """
-        return self.backend.take_handover(lease)
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         """Sample, but hand out no token that a failed background may have spoiled."""

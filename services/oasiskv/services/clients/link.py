@@ -1,0 +1,92 @@
+"""Keeps an engine's way to staging open: opens a session, attaches the workers, and does it again after a restart."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from oasiskv.core.errors import OasisError, PeerUnavailableError
+from oasiskv.protos.staging.v1 import staging_pb2 as pb
+from oasiskv.services.clients.blocks import MAKER, arguments
+from oasiskv.services.clients.session import SessionConfig, StagingSession
+from oasiskv.services.clients.staging import StagingClient
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 1.0
+"""Between two looks at the service."""
+
+Attach = Callable[[str, dict[str, Any]], Awaitable[None]]
+
+
+class StagingLink:
+    """The link of one engine; `run` holds it until cancelled.
+
+    Args:
+        config: Where, and as whom.
+        attach: `attach_staging` of the engine.
+    """
+
+    def __init__(self, config: SessionConfig, attach: Attach) -> None:
+        self._config = config
+        self._attach = attach
+        self._session: StagingSession | None = None
+        self._epoch = ""
+        self._answers = False
+
+    @property
+    def is_up(self) -> bool:
+        """Whether the service answered at the last look, and the workers are attached to it."""
+        return self._session is not None and self._answers
+
+    @property
+    def session(self) -> StagingSession:
+        """The session.
+
+        Raises:
+            PeerUnavailableError: The service does not answer.
+        """
+        if self._session is None:
+            raise PeerUnavailableError(f"staging: expected an answer at {self._config.address}, got none")
+        return self._session
+
+    async def run(self) -> None:
+        """Look after the link for as long as the caller lets it."""
+        async with StagingClient(self._config.address, tls=self._config.tls, timeout_s=5.0) as client:
+            try:
+                while True:
+                    with contextlib.suppress(OasisError):
+                        await self._look(client)
+                    await asyncio.sleep(LOOK_S)
+            finally:
+                await self._close()
+
+    async def _look(self, client: StagingClient) -> None:
+        try:
+            stats: pb.StatsResponse = await client.call(client.stub.Stats, pb.StatsRequest())
+            self._answers = True
+            if self._session is not None and stats.epoch == self._epoch:
+                return
+            # A service that started again knows neither the peer nor its leases.
+            await self._close()
+            session = await asyncio.to_thread(StagingSession, self._config)
+            try:
+                await self._attach(MAKER, arguments(session, self._config))
+            except BaseException:
+                await asyncio.to_thread(session.close)
+                raise
+            self._session, self._epoch = session, stats.epoch
+        except OasisError as error:
+            if self._answers or self._session is None:
+                logger.warning("staging at %s: %s", self._config.address, error)
+            self._answers = False
+            # While it is away for a moment, leases and sessions outlive it; a new epoch ends them.
+            if not isinstance(error, PeerUnavailableError):
+                await self._close()
+            raise
+
+    async def _close(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            await asyncio.to_thread(session.close)

@@ -1,0 +1,272 @@
+"""Decides what happens to a prompt: a lease in staging, the engine's run, and the handle that it ends in."""
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import secrets
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from oasiskv.core.config import LookaheadConfig
+from oasiskv.core.errors import (
+    EngineFailedError,
+    InvalidRequestError,
+    OasisError,
+    PeerUnavailableError,
+    PoolExhaustedError,
+    RequestAbortedError,
+    UnsupportedError,
+)
+from oasiskv.core.generation import Generated, Handover, Sampling
+from oasiskv.core.handover import HandoverLayout
+from oasiskv.core.layout import SparseLayout
+from oasiskv.core.service_config import PrefillConfig
+from oasiskv.services.clients.link import StagingLink
+from oasiskv.services.clients.moves import Lease
+from oasiskv.services.clients.session import StagingSession
+from oasiskv.services.clients.waiting import wait_or_undo
+from oasiskv.services.generation import Prompt, check_request_id
+
+logger = logging.getLogger(__name__)
+
+
+class Engine(Protocol):
+    """What the service uses of `engine.vllm.served.ServedEngine`, which says what each means."""
+
+    layout: SparseLayout
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it runs."""
+
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens of a request."""
+
+    def tokenize(self, prompt: Prompt) -> list[int]:
+        """Return token ids."""
+
+    def generate(
+        self, request_id: str, ids: Sequence[int], sampling: Sampling, *, stage: str | None = None
+    ) -> AsyncIterator[Generated]:
+        """Generate until the request ends."""
+
+    async def take_handover(self, lease: str) -> list[bytes]:
+        """Return the receipts of staged KV."""
+
+
+@dataclass(slots=True)
+class Counts:
+    """Since the start."""
+
+    num_requests: int = 0
+    num_failed: int = 0
+    num_prompt_tokens: int = 0
+    staged_bytes: int = 0
+
+
+@dataclass(slots=True)
+class _Request:
+    num_waiting_tokens: int = 0
+    is_aborted: bool = False
+    task: "asyncio.Task[object] | None" = field(default=None, repr=False)
+
+
+class PrefillService:
+    """Owner of the requests under way.
+
+    Args:
+        config: The service's settings.
+        engine: Computes.
+        link: The way to staging.
+    """
+
+    def __init__(self, config: PrefillConfig, engine: Engine, link: StagingLink) -> None:
+        self._config = config
+        self._engine = engine
+        self._link = link
+        self._requests: dict[str, _Request] = {}
+        self.is_draining = False
+        self.counts = Counts()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the engine runs."""
+        return self._engine.is_alive
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a request would be taken and its KV has a way out."""
+        return self._engine.is_alive and self._link.is_up and not self.is_draining
+
+    @property
+    def num_requests(self) -> int:
+        """Requests under way."""
+        return len(self._requests)
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Prompt tokens that are not computed yet."""
+        return sum(request.num_waiting_tokens for request in self._requests.values())
+
+    @property
+    def lookahead(self) -> LookaheadConfig:
+        """Settings of the engine's backend."""
+        return self._config.engine.lookahead
+
+    async def prefill(self, request_id: str, prompt: Prompt, sampling: Sampling) -> tuple[Handover, list[int]]:
+        """Compute a prompt and its first token; the KV is in staging when this returns.
+
+        Returns:
+            What was handed over, and the prompt's token ids.
+
+        Raises:
+            OasisError: As the contract says; nothing is held.
+        """
+        with self._admitted(request_id) as request:
+            try:
+                return await self._prefill(request_id, request, prompt, sampling)
+            except asyncio.CancelledError:
+                self.counts.num_failed += 1
+                if request.is_aborted:
+                    raise RequestAbortedError("request_id: ended by Abort") from None
+                raise
+            except OasisError:
+                self.counts.num_failed += 1
+                raise
+
+    def abort(self, request_ids: Sequence[str]) -> int:
+        """End requests and return how many there were."""
+        found = [request for request_id in set(request_ids) if (request := self._requests.get(request_id)) is not None]
+        for request in found:
+            request.is_aborted = True
+            assert request.task is not None
+            request.task.cancel()
+        return len(found)
+
+    def drain(self) -> int:
+        """Take no more requests; return how many are under way."""
+        self.is_draining = True
+        return len(self._requests)
+
+    @contextlib.contextmanager
+    def _admitted(self, request_id: str) -> Iterator[_Request]:
+        check_request_id(request_id)
+        if self.is_draining:
+            raise PeerUnavailableError("service: expected one that takes requests, got one that drains")
+        if len(self._requests) >= self._config.max_requests:
+            raise PoolExhaustedError(f"max_requests: expected fewer than {self._config.max_requests} under way")
+        if request_id in self._requests:
+            raise InvalidRequestError(f"request_id: expected one that is not under way, got {request_id!r}")
+        request = self._requests[request_id] = _Request(task=asyncio.current_task())
+        self.counts.num_requests += 1
+        try:
+            yield request
+        finally:
+            del self._requests[request_id]
+
+    async def _prefill(
+        self, request_id: str, request: _Request, prompt: Prompt, sampling: Sampling
+    ) -> tuple[Handover, list[int]]:
+        ids = await asyncio.to_thread(self._engine.tokenize, prompt)
+        request.num_waiting_tokens = len(ids)
+        self._check(ids, sampling)
+        self.counts.num_prompt_tokens += len(ids)
+        if sampling.max_tokens == 1:
+            return await self._run(request_id, request, ids, sampling, None), ids
+        layout = HandoverLayout.of(len(ids), self._config.fingerprint.block_size, self._engine.layout)
+        session = self._link.session
+        lease = await wait_or_undo(session.allocate(layout.num_blocks), session.release)
+        is_handed_over = False
+        try:
+            first = await self._run(request_id, request, ids, sampling, lease.token)
+            if first.finish_reason is not None:
+                return first, ids
+            receipts = await self._engine.take_handover(lease.token)
+            handle = await self._hand_off(session, lease, layout, ids, receipts)
+            is_handed_over = True
+        finally:
+            if not is_handed_over:
+                # Shielded: whoever cancelled does not wait for it, and the blocks must not be given up before.
+                await asyncio.shield(self._give_up(session, lease))
+        self.counts.staged_bytes += layout.num_blocks * self._config.fingerprint.block_bytes
+        handover = Handover(
+            first_token_id=first.first_token_id,
+            first_logprobs=first.first_logprobs,
+            handle=handle,
+            num_tokens=len(ids),
+            num_blocks=layout.num_blocks,
+            budget_blocks=self.lookahead.budget_blocks,
+            summary=self.lookahead.summary,
+        )
+        return handover, ids
+
+    def _check(self, ids: Sequence[int], sampling: Sampling) -> None:
+        if names := sampling.looking_back():
+            raise UnsupportedError(f"{names[0]}: expected it unset, since it depends on tokens before the first")
+        num_complete = len(ids) // self._config.fingerprint.block_size
+        if not self._engine.layout.may_switch(num_complete):
+            least = self._engine.layout.least_complete * self._config.fingerprint.block_size
+            raise UnsupportedError(f"prompt: expected at least {least} tokens, which can be sparse, got {len(ids)}")
+        if len(ids) + 2 > self._engine.max_tokens:
+            raise InvalidRequestError(f"prompt: expected at most {self._engine.max_tokens - 2} tokens, got {len(ids)}")
+
+    async def _run(
+        self, request_id: str, request: _Request, ids: Sequence[int], sampling: Sampling, stage: str | None
+    ) -> Handover:
+        """Compute the prompt, and one step more where KV is handed over: in it the request becomes sparse."""
+        values = {name: getattr(sampling, name) for name in Sampling.__dataclass_fields__}
+        once = Sampling(**values | {"max_tokens": 1 if stage is None else 2})
+        first: Generated | None = None
+        num_tokens, reason = 0, None
+        async for generated in self._engine.generate(request_id, ids, once, stage=stage):
+            request.num_waiting_tokens = 0
+            if first is None and generated.token_ids:
+                first = generated
+            num_tokens += len(generated.token_ids)
+            reason = generated.finish_reason
+        if first is None or reason not in ("stop", "length"):
+            raise EngineFailedError(f"engine: expected a token, got none; it ended the request with {reason!r}")
+        return Handover(
+            first_token_id=first.token_ids[0],
+            first_logprobs=first.logprobs[0] if first.logprobs else (),
+            finish_reason=reason if num_tokens == 1 else None,
+        )
+
+    async def _hand_off(
+        self,
+        session: StagingSession,
+        lease: Lease,
+        layout: HandoverLayout,
+        ids: Sequence[int],
+        receipts: Sequence[bytes],
+    ) -> str:
+        num_parts = self._config.fingerprint.num_parts
+        sums = np.zeros((layout.num_blocks, num_parts), np.uint64)
+        for receipt in receipts:  # each rank wrote the sums of its own parts, and 0 for the others
+            sums |= np.frombuffer(receipt, np.uint64).reshape(layout.num_blocks, num_parts)
+        keys = block_keys(ids, self._config.fingerprint.block_size)
+        mark = secrets.token_bytes(16)
+        keys += [mark + index.to_bytes(4, "little") for index in range(layout.num_complete, layout.num_blocks)]
+        await asyncio.wrap_future(session.seal(lease, range(layout.num_blocks), keys, sums))
+        return await asyncio.wrap_future(session.hand_off(lease))
+
+    async def _give_up(self, session: StagingSession, lease: Lease) -> None:
+        """Release a lease once nothing writes to its blocks any more."""
+        with contextlib.suppress(OasisError):
+            await self._engine.take_handover(lease.token)
+        session.release(lease)
+
+
+def block_keys(ids: Sequence[int], block_size: int) -> list[bytes]:
+    """Return the content keys of a prompt's complete blocks: each names all tokens up to the end of its block."""
+    tokens = np.asarray(ids, "<u4")
+    keys, key = [], b""
+    for first in range(0, len(ids) // block_size * block_size, block_size):
+        key = hashlib.blake2b(key + tokens[first : first + block_size].tobytes(), digest_size=24).digest()
+        keys.append(key)
+    return keys
