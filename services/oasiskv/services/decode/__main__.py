@@ -1,0 +1,98 @@
+"""Runs the decode service: `python -m oasiskv.services.decode --config FILE`; prints the ports once it listens."""
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import sys
+from pathlib import Path
+
+from oasiskv.core.errors import ConfigError, OasisError
+from oasiskv.core.service_config import DecodeConfig, read_services
+from oasiskv.engine.vllm.handover_core import HandoverCore
+from oasiskv.engine.vllm.http import http_server
+from oasiskv.engine.vllm.served import ServedEngine
+from oasiskv.engine.vllm.settings import sparse_layout
+from oasiskv.protos.decode.v1 import decode_pb2_grpc
+from oasiskv.services.clients.link import StagingLink
+from oasiskv.services.clients.session import SessionConfig
+from oasiskv.services.decode.router import Router
+from oasiskv.services.decode.service import DecodeService
+from oasiskv.services.decode.servicer import SERVICE_NAME, DecodeServicer
+from oasiskv.services.rpc.server import RpcServer, ServerConfig
+from oasiskv.services.serving import cancelled, serve, signals
+from oasiskv.services.tracing import start_tracing
+
+MESSAGE_BYTES = 64 * 2**20
+"""A prompt of ten million tokens."""
+
+
+async def run(config: DecodeConfig) -> None:
+    """Serve until SIGTERM or SIGINT, then finish what is under way.
+
+    Raises:
+        OasisError: The engine did not start or ended by itself, or an address cannot be had.
+    """
+    received = signals()
+    router = Router(config)
+    layout = sparse_layout(config.engine.lookahead, config.fingerprint.block_size)
+
+    def is_long(num_tokens: int) -> bool:
+        can_be_sparse = layout.may_switch(num_tokens // config.fingerprint.block_size)
+        return can_be_sparse and num_tokens > config.local_prompt_tokens
+
+    async with contextlib.AsyncExitStack() as resources:
+        engine = await ServedEngine.start(
+            config.engine,
+            config.fingerprint,
+            # Without prefill services vLLM's own client stays in its place.
+            (lambda core: HandoverCore(core, router, is_long)) if config.prefills else None,
+        )
+        resources.callback(engine.stop)
+        if config.prefills:
+            session = SessionConfig(
+                address=config.staging,
+                fingerprint=config.fingerprint,
+                name=f"decode-{os.getpid()}",
+                may_write=False,
+                tls=config.tls,
+            )
+            router.link = StagingLink(session, engine.attach_staging)
+            await resources.enter_async_context(cancelled(router.link.run()))
+            await resources.enter_async_context(cancelled(router.run()))
+        service = DecodeService(config, engine, router)
+        servicer = DecodeServicer(service, router)
+        listen = ServerConfig(
+            address=config.address, tls=config.tls, max_call_s=config.max_call_s, max_message_bytes=MESSAGE_BYTES
+        )
+        server = await RpcServer.start(
+            listen, lambda it: decode_pb2_grpc.add_DecodeServicer_to_server(servicer, it), (SERVICE_NAME,)
+        )
+        resources.push_async_callback(server.stop, grace_s=1.0)
+        await server.set_serving(False)
+        http_port = await resources.enter_async_context(http_server(engine, config.http_address))
+        print(f"oasiskv decode listens on port {server.port}, HTTP on port {http_port}", flush=True)
+        await serve(service, server, received, config.drain_s)
+
+
+def main() -> int:
+    """Read the configuration and serve."""
+    parser = argparse.ArgumentParser(prog="python -m oasiskv.services.decode", description=__doc__)
+    parser.add_argument("--config", type=Path, required=True, help="TOML file")
+    path: Path = parser.parse_args().config
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    try:
+        config = read_services(path.read_text()).decode
+        if config is None:
+            raise ConfigError(f"decode: expected this table in {path}, got none")
+        start_tracing("oasiskv-decode")
+        asyncio.run(run(config))
+    except (OasisError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
