@@ -87,7 +87,8 @@ switch.predict, switch.summarize = fill, summarize.summarize
 config, staging = LookaheadConfig(budget_blocks=budget), torch.zeros(5, *shape.unit).bfloat16()
 for n in (9, 12, 16, 17, 33, 60):
     switch.switch_layer(
-        cache, torch.arange(n).int(), torch.arange(-(-n // 16)).int(), query[n % 5], staging, resident[0, 0],
+        cache, torch.arange(n).int(), torch.tensor([[0, n, 0, -1]]).int(), torch.arange(-(-n // 16)).int(),
+        query[n % 5], staging, resident[0, 0],
         layout=shape.layout, config=config, scale=0.1,
     )
 print(json.dumps({name: sorted(keys) for name, keys in seen.items()}))
