@@ -359,3 +359,64 @@ def test_a_request_to_hand_over_switches_at_its_first_decode_step_though_nothing
     assert commands.store["a"] == (0, 15)
     assert engine.ledger.take_num_switched() == {"handover": 1}
     assert engine.step({"a": 61, "b": 61}).switch == {}
+
+
+def late(*lengths: int) -> Engine:
+    """Return an engine that switches late, in which requests `a`, `b`, ... of these prompt tokens decode densely."""
+    engine = Engine(rule=SwitchRule())
+    for name, length in zip("abcd", lengths, strict=False):
+        engine.admit(name, length)
+        engine.step({name: 0}, new=length)
+    assert engine.step(dict(zip("abcd", lengths, strict=False))).switch == {}
+    return engine
+
+
+def test_late_requests_switch_when_blocks_are_short_the_longest_first_and_no_more_than_needed() -> None:
+    engine = late(60, 100, 80)
+    engine.ledger.note_shortage(3)
+    assert engine.step({"a": 61, "b": 101, "c": 81}).switch == {"b": 25}
+    # Its blocks come back as soon as the scheduler takes it up: the same shortage makes no other request sparse.
+    engine.ledger.note_shortage(3)
+    assert engine.step({"a": 62, "c": 82}).switch == {}
+    engine.ledger.note_shortage(40)
+    assert engine.step({"a": 63, "b": 103, "c": 83}).switch.keys() == {"a", "c"}
+    assert engine.ledger.take_num_switched() == {"memory": 3}
+    assert engine.ledger.take_num_switched() == {}
+
+
+def test_a_shortage_is_forgotten_after_the_step_that_saw_it() -> None:
+    engine = late(60)
+    engine.ledger.note_shortage(3)
+    assert engine.step({"a": 61}, runs=[]).switch == {}
+    assert engine.step({"a": 61}).switch == {}
+
+
+def test_late_requests_switch_before_the_last_free_blocks_are_gone() -> None:
+    engine = late(60, 100)
+    engine.num_free = engine.ledger.reserved_blocks()
+    assert engine.step({"a": 61, "b": 101}).switch == {}
+    engine.num_free -= 1
+    assert engine.step({"a": 62, "b": 102}).switch == {"b": 25}
+
+
+def test_blocks_that_admitted_prompts_lack_are_reserved_but_nothing_where_requests_switch_early() -> None:
+    engine, early = Engine(rule=SwitchRule()), Engine()
+    for each in (engine, early):
+        each.admit("a", 100)
+        assert each.ledger.reserved_blocks() == 0
+        each.step({"a": 0}, new=40)
+    few = engine.ledger.reserved_blocks() - 15
+    assert 0 < few < 10
+    assert early.ledger.reserved_blocks() == 0
+    engine.step({"a": 40}, new=60)
+    assert engine.ledger.reserved_blocks() == few
+
+
+def test_blocks_that_end_while_a_request_decodes_densely_are_written_through_together() -> None:
+    engine = late(60)
+    stores = [engine.step({"a": num_tokens}).store.get("a") for num_tokens in range(61, 61 + 12 * BLOCK)]
+    assert [store for store in stores if store] == [(15, 23)]
+    engine.ledger.note_shortage(1)
+    commands = engine.step({"a": 61 + 12 * BLOCK})
+    assert commands.switch == {"a": 27}
+    assert commands.store == {"a": (23, 27)}
