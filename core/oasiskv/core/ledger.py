@@ -17,7 +17,7 @@ STORE_BATCH = 8
 """Blocks of a dense, decoding request that are written through together: each write costs launches in every layer."""
 
 RESERVED_BLOCKS = 3
-"""Engine blocks kept free per request where requests stay dense, since a switch gives blocks back a step later at the earliest."""
+"""Engine blocks kept free per request where requests stay dense: a switch gives blocks back in a later step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
