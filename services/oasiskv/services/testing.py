@@ -81,7 +81,7 @@ class Server:
 
     def end(self, number: int) -> int:
         """Send a signal and return the exit code."""
-        self.process.send_signal(number)
+        self.process.send_signal(number)  # does nothing to one that has ended
         code = self.process.wait(timeout=30)
         assert self.process.stdout is not None
         self.process.stdout.close()
@@ -95,8 +95,7 @@ def running(folder: Path, setting: str, tables: str = "") -> Iterator[Server]:
     try:
         yield server
     finally:
-        if server.process.poll() is None:
-            server.end(signal.SIGKILL)
+        server.end(signal.SIGKILL)
 
 
 class Peer:

@@ -14,9 +14,11 @@ def subclasses(cls: type[OasisError]) -> set[type[OasisError]]:
     return {cls}.union(*(subclasses(sub) for sub in cls.__subclasses__()))
 
 
-def failure(code: grpc.StatusCode, name: str | None = None) -> grpc.aio.AioRpcError:
+def failure(
+    code: grpc.StatusCode, name: str | None = None, details: str = "field: expected X, got Y"
+) -> grpc.aio.AioRpcError:
     trailing = grpc.aio.Metadata(*([(ERROR_KEY, name)] if name else []))
-    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing, details="field: expected X, got Y")
+    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing, details=details)
 
 
 def test_the_table_covers_every_error() -> None:
@@ -39,6 +41,8 @@ def test_an_error_arrives_as_the_class_that_was_raised(cls: type[OasisError]) ->
 def test_a_failure_of_grpc_itself_is_told_from_one_of_the_service() -> None:
     assert type(error_of(failure(grpc.StatusCode.UNAVAILABLE))) is PeerUnavailableError
     assert type(error_of(failure(grpc.StatusCode.DEADLINE_EXCEEDED))) is TransferTimeoutError
+    lost = failure(grpc.StatusCode.INTERNAL, details="Internal error from Core")
+    assert type(error_of(lost)) is PeerUnavailableError
     too_large = failure(grpc.StatusCode.RESOURCE_EXHAUSTED)
     assert error_of(too_large) is too_large
     assert type(error_of(failure(grpc.StatusCode.RESOURCE_EXHAUSTED, "PoolExhaustedError"))) is PoolExhaustedError

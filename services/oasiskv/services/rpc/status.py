@@ -23,6 +23,8 @@ CODES: dict[type[OasisError], grpc.StatusCode] = {
 }
 CLASSES = {cls.__name__: cls for cls in CODES}
 MAX_DETAILS = 1024
+LOST_WHILE_SENDING = "Internal error from Core"
+"""What grpc.aio says, as INTERNAL and with no code from the other side, when a stream ends under a message it sends."""
 
 
 def code_of(error: OasisError) -> grpc.StatusCode:
@@ -44,5 +46,7 @@ def error_of(call: grpc.aio.AioRpcError) -> Exception:
             return errors.PeerUnavailableError(f"{message}; it may have acted")
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             return errors.TransferTimeoutError(f"{message}; it may have acted")
+        case grpc.StatusCode.INTERNAL if message == LOST_WHILE_SENDING:
+            return errors.PeerUnavailableError("the connection was lost while a message was sent; it may have acted")
         case _:
             return call
