@@ -1,0 +1,119 @@
+"""What the cluster is and holds, as the reconcile sees it: plain values, so that a test can make any cluster."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+from oasiskv.operator.api import ProfileSpec, ServiceStatus
+
+SCALED_OBJECT = "ScaledObject.keda.sh"
+POD_MONITOR = "PodMonitor.monitoring.coreos.com"
+INFERENCE_SERVICE = "InferenceService.serving.kserve.io"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Ref:
+    """An object of the service's namespace."""
+
+    kind: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taint:
+    """Of a node."""
+
+    key: str
+    value: str
+    effect: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """A node, with what it offers."""
+
+    name: str
+    labels: Mapping[str, str]
+    allocatable: Mapping[str, Fraction]
+    """By resource, in its base unit."""
+    used: Mapping[str, Fraction] = field(default_factory=dict)
+    """Requested by pods that are not of this service's engines."""
+    taints: tuple[Taint, ...] = ()
+    is_ready: bool = True
+    """Whether it is ready and lets pods be scheduled."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """A Deployment, StatefulSet or InferenceService, as its controller last reported it."""
+
+    desired: int
+    updated: int = 0
+    """Pods of its newest template."""
+    ready: int = 0
+    total: int = 0
+    """Pods of any template."""
+    is_current: bool = True
+    """Whether the report is about its newest generation."""
+    message: str = ""
+    """What its controller says is wrong; empty where nothing is."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every pod is of the newest template, and ready."""
+        return self.is_current and self.updated == self.ready == self.total == self.desired
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decode(Workload):
+    """The InferenceService."""
+
+    kv_generation: str
+    """That it was last told to serve."""
+    url: str = ""
+    """Where KServe exposes it; empty as long as it does not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """An OasisKVProfile."""
+
+    generation: int
+    spec: ProfileSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """All that a reconcile looks at beside the service itself."""
+
+    now: str
+    """Time, in RFC 3339."""
+
+    kinds: frozenset[str] = frozenset({INFERENCE_SERVICE})
+    """Kinds of others that the API server knows, as `Kind.group`."""
+
+    nodes: tuple[Node, ...] = ()
+    profile: Profile | None = None
+    """That the service names; None where there is none of that name."""
+
+    children: frozenset[Ref] = frozenset()
+    """Objects that the service owns."""
+
+    configs_in_use: frozenset[str] = frozenset()
+    """ConfigMaps that a pod or a ReplicaSet of the service names."""
+
+    prefills: Mapping[str, Workload] = field(default_factory=dict)
+    """By KV generation."""
+
+    stagings: Mapping[str, Workload] = field(default_factory=dict)
+    """By KV generation."""
+
+    decode: Decode | None = None
+    decode_pods: Mapping[str, int] = field(default_factory=dict)
+    """Number of decode pods that are there, by KV generation."""
+
+    verified: frozenset[str] = frozenset()
+    """Revisions for which a checksummed block has crossed from prefill through staging to decode."""
+
+    status: ServiceStatus = field(default_factory=ServiceStatus)
+    """What the last reconcile wrote."""

@@ -1,0 +1,129 @@
+"""Whether the pods with a GPU have room, and if not, the first thing that they lack, in numbers."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from dataclasses import dataclass
+from fractions import Fraction
+
+from oasiskv.operator.api import Network, Placement, PlacementStatus, Resources
+from oasiskv.operator.facts import Node, Taint
+from oasiskv.operator.kinds import quantity
+
+PRODUCT = "nvidia.com/gpu.product"
+UNBEARABLE = ("NoSchedule", "NoExecute")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """What was found."""
+
+    status: PlacementStatus
+    blocker: str = ""
+    """`what: expected X, got Y`; empty where every pod has room."""
+    reason: str = "Fits"
+    """In one word."""
+
+
+def requests(resources: Resources, placement: Placement, network: Network) -> dict[str, str]:
+    """Return what a container with a GPU asks for, by resource."""
+    made = {"cpu": resources.cpu, "memory": resources.memory, placement.gpu_resource: "1"}
+    if network.rdma is not None:
+        made[network.rdma.resource] = str(network.rdma.count)
+    return made
+
+
+def find_room(
+    nodes: Sequence[Node], wanted: Iterable[tuple[int, Resources]], placement: Placement, network: Network
+) -> Room:
+    """Look for room for pods, the most demanding first, on the nodes that suit.
+
+    The scheduler decides where pods go; this only tells why they would wait.
+
+    Args:
+        nodes: All nodes.
+        wanted: Number of pods and what each of them gets.
+        placement: What nodes must be.
+        network: What nodes must offer beside GPUs.
+    """
+    groups = [
+        (number, {name: quantity(text) for name, text in requests(resources, placement, network).items()})
+        for number, resources in wanted
+    ]
+    num_pods = sum(number for number, _ in groups)
+    left = list(nodes)
+    for reason, what, suits in _filters(placement, network):
+        before, left = left, [node for node in left if suits(node)]
+        if not left and num_pods:
+            status = PlacementStatus(wanted_pods=num_pods)
+            return Room(status=status, reason=reason, blocker=f"{what}, got 0 of {len(before)} nodes")
+    num_fitting, lacking = _pack(left, groups)
+    status = PlacementStatus(matching_nodes=len(left), wanted_pods=num_pods, fitting_pods=num_fitting)
+    if num_fitting == num_pods:
+        return Room(status=status)
+    blocker = f"{lacking}: expected room for {num_pods} pods, got {num_fitting} on {len(left)} matching nodes"
+    return Room(status=status, reason="NotEnoughRoom", blocker=blocker)
+
+
+def bears(placement: Placement, taint: Taint) -> bool:
+    """Return whether pods bear a taint."""
+    return taint.effect not in UNBEARABLE or any(
+        toleration.key == taint.key
+        and toleration.value in (None, taint.value)
+        and toleration.effect in (None, taint.effect)
+        for toleration in placement.tolerations
+    )
+
+
+def _filters(placement: Placement, network: Network) -> Iterator[tuple[str, str, Callable[[Node], bool]]]:
+    yield "NoNodeIsReady", "nodes: expected one that is ready", lambda node: node.is_ready
+    for key, value in sorted(placement.node_selector.items()):
+        yield (
+            "NoNodeMatches",
+            f"{key}: expected {value} on a node",
+            partial(_has_label, key, value),
+        )
+    if products := placement.gpu_products:
+        yield (
+            "NoNodeMatches",
+            f"{PRODUCT}: expected {' or '.join(products)} on a node",
+            lambda node: node.labels.get(PRODUCT) in products,
+        )
+    yield (
+        "NodesAreTainted",
+        "tolerations: expected them to bear a node's taints",
+        lambda node: all(bears(placement, taint) for taint in node.taints),
+    )
+    offers = [placement.gpu_resource] + ([network.rdma.resource] if network.rdma else [])
+    for name in offers:
+        yield (
+            "NoNodeOffers",
+            f"{name}: expected a node that offers it",
+            partial(_offers, name),
+        )
+
+
+def _has_label(key: str, value: str, node: Node) -> bool:
+    return node.labels.get(key) == value
+
+
+def _offers(name: str, node: Node) -> bool:
+    return node.allocatable.get(name, 0) > 0
+
+
+def _pack(nodes: Sequence[Node], groups: Sequence[tuple[int, Mapping[str, Fraction]]]) -> tuple[int, str]:
+    """Return how many pods fit, first fit, and what most nodes lack for the first that does not."""
+    free = [
+        {name: amount - node.used.get(name, Fraction()) for name, amount in node.allocatable.items()} for node in nodes
+    ]
+    num_fitting, lacking = 0, ""
+    for number, pod in sorted(groups, key=lambda group: sorted(group[1].items()), reverse=True):
+        left = number
+        for room in free:
+            here = min(left, *(max(0, int(room.get(name, Fraction()) // amount)) for name, amount in pod.items()))
+            for name, amount in pod.items():
+                room[name] = room.get(name, Fraction()) - here * amount
+            left -= here
+        num_fitting += number - left
+        if left and not lacking:
+            lacking = max(sorted(pod), key=lambda name: sum(room.get(name, 0) < pod[name] for room in free))
+    return num_fitting, lacking
