@@ -413,6 +413,14 @@ class ServiceSpec:
     suspend: bool = False
     """Stops the pods with GPUs; staging keeps what it holds."""
 
+    RULES: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "!(has(self.profile) && has(self.placement) && has(self.network))",
+            "profile: expected it without placement or without network, else it has nothing to say",
+            lambda spec: spec.profile is None or spec.placement is None or spec.network is None,
+        ),
+    )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileSpec:
@@ -484,10 +492,10 @@ class RoleStatuses:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pin:
-    """What a generation of the service is rendered with, so that no upgrade of the operator changes its pods."""
+    """What the service is rendered with, so that no upgrade of the operator changes its pods."""
 
-    generation: int
-    """Of the service."""
+    spec_hash: str
+    """Of the spec for which this was chosen: what differs from defaults, but for numbers of pods."""
 
     render_version: int
     """Of the operator's rules."""

@@ -92,15 +92,17 @@ class Facts:
     kinds: frozenset[str] = frozenset({INFERENCE_SERVICE})
     """Kinds of others that the API server knows, as `Kind.group`."""
 
-    nodes: tuple[Node, ...] = ()
+    nodes: tuple[Node, ...] | None = ()
+    """None where the operator may not look at nodes, as in one namespace alone."""
+
     profile: Profile | None = None
     """That the service names; None where there is none of that name."""
 
-    children: frozenset[Ref] = frozenset()
-    """Objects that the service owns."""
+    children: Mapping[Ref, str | None] = field(default_factory=dict)
+    """Objects that the service owns, with the KV generation in their labels."""
 
     configs_in_use: frozenset[str] = frozenset()
-    """ConfigMaps that a pod or a ReplicaSet of the service names."""
+    """ConfigMaps that a pod, or the template of an object, of the service names."""
 
     prefills: Mapping[str, Workload] = field(default_factory=dict)
     """By KV generation."""

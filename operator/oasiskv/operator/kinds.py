@@ -146,6 +146,30 @@ def read(cls: type[Resource], values: object, path: str) -> Resource:
     return made
 
 
+def write(value: Any) -> Any:
+    """Return what `read` makes the same dataclass from; None is left out."""
+    if is_dataclass(value):
+        pairs = ((camel(field.name), getattr(value, field.name)) for field in fields(value))
+        return {name: write(each) for name, each in pairs if each is not None}
+    if isinstance(value, tuple):
+        return [write(each) for each in value]
+    if isinstance(value, Mapping):
+        return {key: write(each) for key, each in value.items()}
+    return value
+
+
+def differing(value: Any) -> Any:
+    """Return what `write` would, without the fields that have their default value."""
+    if not is_dataclass(value):
+        return write(value)
+    made = {}
+    for field in fields(value):
+        default = field.default_factory() if field.default_factory is not MISSING else field.default
+        if (here := getattr(value, field.name)) != default:
+            made[camel(field.name)] = differing(here)
+    return made
+
+
 def _num_bytes(value: object, path: str) -> int:
     return int(quantity(_value(Quantity, value, path)))
 

@@ -3,11 +3,13 @@
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from oasiskv.core.errors import ConfigError
 from oasiskv.operator.api import ServiceSpec
 from oasiskv.operator.crds import MAX_NAME
+from oasiskv.operator.kinds import differing
 
 SERVICE, ROLE, KV = "oasiskv.io/service", "oasiskv.io/role", "oasiskv.io/kv-generation"
 ROLES = ("prefill", "decode", "staging")
@@ -34,6 +36,16 @@ def kv_generation(spec: ServiceSpec) -> str:
         lookahead.get("summary"),
         ssd and (ssd.size, ssd.storage_class, ssd.host_path),
     )
+
+
+def spec_hash(spec: ServiceSpec) -> str:
+    """Return what changes when somebody changed more of a spec than numbers of pods.
+
+    A field that a later version adds does not change it, since the field then has its default.
+    """
+    prefill = replace(spec.prefill, replicas=None, scaling=None)
+    decode = replace(spec.decode, replicas=1)
+    return digest(differing(replace(spec, prefill=prefill, decode=decode, suspend=False)))
 
 
 def selector(service: str, role: str, kv: str | None = None) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import json
 import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
@@ -135,7 +136,7 @@ def _shown(field: "Field[Any]") -> str:
     if field.default is MISSING and field.default_factory is MISSING:
         return "required"
     made = _default(field).get("default")
-    return "" if made in (None, {}, [], "") else str(made).lower() if isinstance(made, bool) else str(made)
+    return "" if made in (None, {}, [], "") else json.dumps(made).strip(chr(34))
 
 
 def _words(hint: Any) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from oasiskv.core.errors import ConfigError
 from oasiskv.core.service_config import read_services
 from oasiskv.operator.api import Network, ServiceSpec
 from oasiskv.operator.kinds import quantity
@@ -108,7 +109,7 @@ def _table(path: tuple[str, ...], table: Mapping[str, Any]) -> str:
 
 
 def _key(name: str) -> str:
-    return name if name.replace("_", "").replace("-", "").isalnum() and name.isascii() else json.dumps(name)
+    return name if name.replace("_", "").replace("-", "").isalnum() and name.isascii() else _inline(name)
 
 
 def _inline(value: Any) -> str:
@@ -116,7 +117,10 @@ def _inline(value: Any) -> str:
         return "{" + ", ".join(f"{_key(name)} = {_inline(each)}" for name, each in sorted(value.items())) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(_inline, value)) + "]"
-    return json.dumps(value)  # of texts, numbers and booleans, JSON is TOML
+    if value is None:
+        raise ConfigError("spec.engine.arguments: expected values, got null, which the services' files cannot say")
+    # Of texts, numbers and booleans JSON is TOML, but for pairs of surrogates, and DEL, which TOML wants escaped.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _engine(spec: ServiceSpec) -> dict[str, Any]:

@@ -1,0 +1,142 @@
+"""What a service's status says, from what the cluster reports."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from oasiskv.operator.api import Condition, RoleStatus, RoleStatuses, ServiceSpec
+from oasiskv.operator.facts import INFERENCE_SERVICE, SCALED_OBJECT, Facts, Workload
+from oasiskv.operator.names import selector, selector_text
+from oasiskv.operator.placement import Room
+from oasiskv.operator.render import Rendered, num_prefills
+
+MUST = ("Accepted", "ProfileResolved", "StagingReady", "PrefillReady", "DecodeReady", "KVPathVerified", "EndpointReady")
+"""What Ready needs, in the order in which the first that fails is named."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A condition without its times."""
+
+    type: str
+    status: bool | None
+    """None for unknown."""
+    reason: str
+    message: str = ""
+
+
+def findings(
+    spec: ServiceSpec, rendered: Rendered, facts: Facts, room: Room | None, is_switched: bool
+) -> list[Finding]:
+    """Return what holds of a service that was accepted.
+
+    Args:
+        spec: What is wanted.
+        rendered: Its objects.
+        facts: What there is.
+        room: Room in the cluster; None where nodes may not be looked at.
+        is_switched: Whether decode is told to serve the KV generation that is wanted.
+    """
+    made = [Finding("Accepted", True, "Valid")]
+    if room is None:
+        made.append(Finding("PlacementFeasible", None, "NodesNotVisible", "the operator may not look at nodes"))
+    else:
+        made.append(Finding("PlacementFeasible", not room.blocker, room.reason, room.blocker))
+    made.append(_of("StagingReady", facts.stagings.get(rendered.kv)))
+    made.append(_of("PrefillReady", facts.prefills.get(rendered.kv)))
+    if INFERENCE_SERVICE not in facts.kinds:
+        message = f"expected the API server to know {INFERENCE_SERVICE}, got none: KServe is not installed"
+        made.append(Finding("DecodeReady", False, "KServeMissing", message))
+    elif not is_switched:
+        message = f"serves KV generation {facts.decode and facts.decode.kv_generation} until {rendered.kv} is up"
+        made.append(Finding("DecodeReady", False, "WaitsForStagingAndPrefill", message))
+    else:
+        made.append(_of("DecodeReady", facts.decode))
+    if spec.prefill.replicas == 0:
+        made.append(Finding("KVPathVerified", True, "NotUsed", "decode computes all prompts itself"))
+    elif rendered.revision in facts.verified:
+        made.append(Finding("KVPathVerified", True, "BlockCrossed"))
+    else:
+        message = f"no block has crossed from prefill through staging to decode for revision {rendered.revision}"
+        made.append(Finding("KVPathVerified", False, "KVPathUnverified", message))
+    is_open = facts.decode is not None and bool(facts.decode.url) and facts.decode.ready > 0
+    made.append(Finding("EndpointReady", is_open, "Routable" if is_open else "NoRoute"))
+    if spec.prefill.scaling is not None:
+        has_keda = SCALED_OBJECT in facts.kinds
+        message = "" if has_keda else f"expected KEDA, got none: prefill stays at {num_prefills(spec)} pods"
+        made.append(Finding("ScalingActive", has_keda, "Keda" if has_keda else "KedaMissing", message))
+    return made
+
+
+def with_ready(found: Sequence[Finding], is_suspended: bool) -> list[Finding]:
+    """Return findings with Progressing and Ready, which follow from the others."""
+    by_type = {finding.type: finding for finding in found}
+    missing = [name for name in MUST if name not in by_type or not by_type[name].status]
+    waiting = [name for name in missing if name.endswith("Ready")]
+    is_accepted = "Accepted" not in missing
+    progressing = Finding(
+        "Progressing",
+        is_accepted and bool(waiting) and not is_suspended,
+        "Suspended" if is_suspended else waiting[0] if is_accepted and waiting else "Settled",
+    )
+    if is_suspended and is_accepted:
+        ready = Finding("Ready", False, "Suspended", "spec.suspend stops the pods with GPUs")
+    elif missing:
+        first = by_type.get(missing[0], Finding(missing[0], None, "NotLookedAt"))
+        ready = Finding("Ready", False, first.reason, f"{first.type}: {first.message or first.reason}")
+    else:
+        ready = Finding("Ready", True, "Serving")
+    return [*found, progressing, ready]
+
+
+def conditions(
+    found: Sequence[Finding], before: Sequence[Condition], generation: int, now: str
+) -> tuple[Condition, ...]:
+    """Return findings as conditions; one whose status did not change keeps its time."""
+    times = {(each.type, each.status): each.last_transition_time for each in before}
+    made = []
+    for finding in found:
+        status = {True: "True", False: "False", None: "Unknown"}[finding.status]
+        made.append(
+            Condition(
+                type=finding.type,
+                status=status,  # type: ignore[arg-type]
+                reason=finding.reason,
+                message=finding.message,
+                last_transition_time=times.get((finding.type, status), now),
+                observed_generation=generation,
+            )
+        )
+    return tuple(made)
+
+
+def roles(name: str, facts: Facts) -> RoleStatuses:
+    """Return the pods of each role, of all KV generations together."""
+    decode = [facts.decode] if facts.decode is not None else []
+    return RoleStatuses(
+        prefill=_role(name, "prefill", list(facts.prefills.values())),
+        decode=_role(name, "decode", decode),
+        staging=_role(name, "staging", list(facts.stagings.values())),
+    )
+
+
+def _role(name: str, role: str, workloads: Sequence[Workload]) -> RoleStatus:
+    made = RoleStatus(selector=selector_text(selector(name, role)))
+    for each in workloads:
+        made = replace(
+            made,
+            desired=made.desired + each.desired,
+            updated=made.updated + each.updated,
+            ready=made.ready + each.ready,
+        )
+    return replace(made, summary=f"{made.ready}/{made.desired}")
+
+
+def _of(type_: str, workload: Workload | None) -> Finding:
+    if workload is None:
+        return Finding(type_, False, "NotMade", "its object is not there yet")
+    if workload.is_done:
+        return Finding(type_, True, "AllReady", f"{workload.ready} of {workload.desired} pods are ready")
+    counts = f"{workload.ready} of {workload.desired} pods are ready, {workload.updated} of them new"
+    if workload.ready < workload.desired:
+        return Finding(type_, False, "PodsNotReady", f"{counts}{': ' if workload.message else ''}{workload.message}")
+    return Finding(type_, False, "RollingOut", counts)

@@ -1,0 +1,157 @@
+"""Decides what a service's objects and status shall be. Nothing here reads a clock or a cluster: see `facts`."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from oasiskv.core.errors import ConfigError
+from oasiskv.operator.api import Network, Pin, Placement, ProfileSpec, ServiceSpec, ServiceStatus
+from oasiskv.operator.conditions import Finding, conditions, findings, roles, with_ready
+from oasiskv.operator.facts import INFERENCE_SERVICE, Facts, Ref
+from oasiskv.operator.kinds import read
+from oasiskv.operator.names import check_names, owner, spec_hash
+from oasiskv.operator.placement import Room, find_room
+from oasiskv.operator.render import RENDER_VERSION, Rendered, num_prefills, render
+
+RENDERERS: Mapping[int, Callable[..., Rendered]] = {RENDER_VERSION: render}
+"""By version. An older one stays for as long as a service may be pinned to it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What to do."""
+
+    apply: tuple[dict[str, Any], ...] = ()
+    """Objects to write, in this order."""
+
+    delete: tuple[Ref, ...] = ()
+    """Objects to delete afterwards."""
+
+    status: ServiceStatus
+    """What to say."""
+
+
+def reconcile(service: Mapping[str, Any], facts: Facts) -> Outcome:
+    """Return what to do about a service; a spec that cannot be carried out leaves everything as it is.
+
+    Args:
+        service: The OasisKVService as the API server returns it.
+        facts: The cluster.
+    """
+    metadata, generation = service["metadata"], service["metadata"]["generation"]
+    try:
+        check_names(metadata["name"], metadata["namespace"])
+        spec = read(ServiceSpec, service.get("spec"), "spec")
+        pin, profile_finding = _pin(spec, facts)
+        placement, network = _where(spec, pin)
+        if pin.render_version not in RENDERERS:
+            raise ConfigError(f"status.pinned.renderVersion: expected at most {RENDER_VERSION}, got {pin.render_version}")
+        rendered = RENDERERS[pin.render_version](metadata, spec, placement, network, facts.kinds)
+    except _NoProfile as error:
+        return _refused(metadata, facts, [Finding("Accepted", True, "Valid"), error.finding])
+    except ConfigError as error:
+        return _refused(metadata, facts, [Finding("Accepted", False, "InvalidSpec", str(error))])
+    live = facts.decode.kv_generation if facts.decode is not None else None
+    # A new KV generation comes up beside the one that serves. Until then, decode is left alone.
+    is_switched = live in (None, rendered.kv) or _is_up(rendered.kv, facts)
+    made = [*rendered.common, *rendered.generation]
+    if is_switched and INFERENCE_SERVICE in facts.kinds:
+        made += rendered.decode
+    others = {kv for kv, number in facts.decode_pods.items() if number} | ({live} if live is not None else set())
+    others.discard(rendered.kv)
+    room = _room(spec, placement, network, facts, others | {rendered.kv})
+    found = findings(spec, rendered, facts, room, is_switched and live in (None, rendered.kv))
+    found.insert(1, profile_finding)
+    status = ServiceStatus(
+        observed_generation=generation,
+        url=facts.decode.url if facts.decode is not None else "",
+        kv_generation=rendered.kv,
+        serving_kv_generation=live or "",
+        roles=roles(metadata["name"], facts),
+        placement=room.status if room is not None else facts.status.placement,
+        pinned=pin,
+        conditions=conditions(with_ready(found, spec.suspend), facts.status.conditions, generation, facts.now),
+    )
+    owned = [_owned(service, each) for each in made]
+    return Outcome(apply=tuple(owned), delete=_surplus(facts, owned, others), status=status)
+
+
+class _NoProfile(Exception):
+    def __init__(self, finding: Finding) -> None:
+        super().__init__(finding.message)
+        self.finding = finding
+
+
+def _pin(spec: ServiceSpec, facts: Facts) -> tuple[Pin, Finding]:
+    """Return what the service is rendered with, and what there is to say about the profile."""
+    key, profile = spec_hash(spec), facts.profile
+    before = facts.status.pinned
+    same = before if before is not None and before.spec_hash == key else None
+    if spec.profile is None:
+        return same or Pin(spec_hash=key, render_version=RENDER_VERSION), Finding("ProfileResolved", True, "NotUsed")
+    if profile is None:
+        message = f"spec.profile.name: expected a profile in this namespace, got {spec.profile.name}, which is not there"
+        if same is None:
+            raise _NoProfile(Finding("ProfileResolved", False, "NotFound", message))
+        return same, Finding("ProfileResolved", False, "NotFound", f"{message}; what it said is still used")
+    if same is not None and same.profile_generation != profile.generation and spec.profile.update == "Pinned":
+        message = f"generation {same.profile_generation} is used until the service changes, {profile.generation} is there"
+        return same, Finding("ProfileResolved", True, "Pinned", message)
+    pin = Pin(
+        spec_hash=key,
+        # A profile that is taken by itself is no reason to take new rules too.
+        render_version=RENDER_VERSION if same is None else same.render_version,
+        profile_generation=profile.generation,
+        profile=profile.spec,
+    )
+    return pin, Finding("ProfileResolved", True, "Current", f"generation {profile.generation} is used")
+
+
+def _where(spec: ServiceSpec, pin: Pin) -> tuple[Placement, Network]:
+    profile = pin.profile or ProfileSpec()
+    return spec.placement or profile.placement, spec.network or profile.network
+
+
+def _is_up(kv: str, facts: Facts) -> bool:
+    staging, prefill = facts.stagings.get(kv), facts.prefills.get(kv)
+    return staging is not None and staging.is_done and prefill is not None and prefill.is_done
+
+
+def _room(spec: ServiceSpec, placement: Placement, network: Network, facts: Facts, kvs: Iterable[str]) -> Room | None:
+    if facts.nodes is None:
+        return None
+    wanted = [(num_prefills(spec), spec.prefill.resources) for _ in kvs]
+    wanted.append((0 if spec.suspend else spec.decode.replicas, spec.decode.resources))
+    return find_room(facts.nodes, wanted, placement, network)
+
+
+def _owned(service: Mapping[str, Any], made: Mapping[str, Any]) -> dict[str, Any]:
+    metadata = {"namespace": service["metadata"]["namespace"], "ownerReferences": [owner(service)]}
+    return {**made, "metadata": {**made["metadata"], **metadata}}
+
+
+def _surplus(facts: Facts, made: Iterable[Mapping[str, Any]], others: set[str]) -> tuple[Ref, ...]:
+    """Return the objects that nothing needs: not this spec, not a KV generation that still serves, and no pod."""
+    wanted = {Ref(each["kind"], each["metadata"]["name"]) for each in made}
+    return tuple(
+        ref
+        for ref, kv in sorted(facts.children.items())
+        if ref not in wanted
+        and (kv is None or kv not in others)
+        and not (ref.kind == "ConfigMap" and ref.name in facts.configs_in_use)
+        # Decode is replaced in place and deleted with its service alone.
+        and ref.kind != "InferenceService"
+    )
+
+
+def _refused(metadata: Mapping[str, Any], facts: Facts, found: list[Finding]) -> Outcome:
+    status = replace(
+        facts.status,
+        observed_generation=metadata["generation"],
+        url=facts.decode.url if facts.decode is not None else "",
+        roles=roles(metadata["name"], facts),
+        conditions=conditions(
+            with_ready(found, False), facts.status.conditions, metadata["generation"], facts.now
+        ),
+    )
+    return Outcome(status=status)

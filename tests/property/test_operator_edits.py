@@ -1,0 +1,52 @@
+"""Random edits at any moment, over controllers of any pace: what serves goes on serving, and all settles in the end."""
+
+import random
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from oasiskv.operator.facts import Ref
+from oasiskv.operator.reconcile import reconcile
+from oasiskv.operator.testing import SPEC, Cluster, service
+
+EDITS: tuple[dict[str, Any], ...] = (
+    {},
+    {"engine": {"blockSize": 32}},
+    {"engine": {"blockSize": 64}},
+    {"image": "other:1"},
+    {"prefill": {"replicas": 3}},
+    {"decode": {"replicas": 4}},
+    {"engine": {"arguments": {"dtype": "half"}}},
+    {"networkPolicy": "Disabled"},
+)
+
+
+@given(st.lists(st.tuples(st.integers(0, len(EDITS) - 1), st.integers(0, 12)), max_size=12), st.integers(0, 2**16))
+def test_what_serves_is_never_taken_away_and_everything_settles(edits: list[tuple[int, int]], seed: int) -> None:
+    chance, cluster, generation = random.Random(seed), Cluster(), 1
+    cluster.settle(service(), chance)
+    spec: dict[str, Any] = dict(SPEC)
+    for edit, num_steps in edits:
+        generation += 1
+        spec = {**SPEC, **EDITS[edit]}
+        for _ in range(num_steps + 1):
+            with_pods = {kv for kv, number in cluster.facts().decode_pods.items() if number}
+            outcome = cluster.reconcile(service(spec, generation=generation))
+            for kv in with_pods:
+                assert {Ref("StatefulSet", f"chat-staging-{kv}"), Ref("Deployment", f"chat-prefill-{kv}")} <= cluster.objects.keys()
+            in_use = {f"ConfigMap {name}" for name in cluster.facts().configs_in_use}
+            assert in_use <= {f"{ref.kind} {ref.name}" for ref in cluster.objects}
+            again = reconcile(service(spec, generation=generation), cluster.facts())
+            assert (again.apply, again.delete) == (outcome.apply, ())
+            cluster.step(chance)
+    last = service(SPEC, generation=generation + 1)
+    status = cluster.settle(last, chance).status
+    assert status.serving_kv_generation == status.kv_generation
+    assert {each.type for each in status.conditions if each.status == "False"} == {"KVPathVerified", "Ready", "Progressing"}
+    fresh = Cluster()
+    fresh.settle(service(), chance)
+    assert {ref: made["spec"] for ref, made in cluster.objects.items() if "spec" in made} == {
+        ref: made["spec"] for ref, made in fresh.objects.items() if "spec" in made
+    }
+    assert cluster.objects.keys() == fresh.objects.keys()

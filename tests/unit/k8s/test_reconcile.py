@@ -1,0 +1,245 @@
+import random
+from typing import Any
+
+import pytest
+
+from oasiskv.operator import reconcile as module
+from oasiskv.operator.api import Network, Placement, ProfileSpec
+from oasiskv.operator.crds import MAX_NAME
+from oasiskv.operator.facts import INFERENCE_SERVICE, Facts, Profile, Ref
+from oasiskv.operator.reconcile import Outcome, reconcile
+from oasiskv.operator.render import RENDER_VERSION, render
+from oasiskv.operator.testing import SPEC, Cluster, node, service
+
+OTHER_KV = {**SPEC, "engine": {"blockSize": 32}}
+
+
+@pytest.fixture
+def chance() -> random.Random:
+    return random.Random(0)
+
+
+def condition(outcome: Outcome, type_: str) -> tuple[str, str, str]:
+    (found,) = (each for each in outcome.status.conditions if each.type == type_)
+    return found.status, found.reason, found.message
+
+
+def verify(cluster: Cluster, spec: Any = SPEC) -> None:
+    """Say of the revision that is wanted that a block has crossed."""
+    message = condition(reconcile(service(spec), cluster.facts()), "KVPathVerified")[2]
+    cluster.verified = frozenset({message.rpartition(" ")[2]})
+
+
+def kinds(cluster: Cluster, kind: str) -> list[str]:
+    return sorted(ref.name for ref in cluster.objects if ref.kind == kind)
+
+
+def test_ready_waits_until_a_block_has_crossed(chance: random.Random) -> None:
+    cluster = Cluster()
+    status, reason, _ = condition(cluster.settle(service(), chance), "Ready")
+    assert (status, reason) == ("False", "KVPathUnverified")
+    verify(cluster)
+    assert condition(cluster.settle(service(), chance), "Ready")[:2] == ("True", "Serving")
+
+
+def test_a_block_that_crossed_for_another_revision_does_not_count(chance: random.Random) -> None:
+    cluster = Cluster()
+    cluster.settle(service(), chance)
+    verify(cluster)
+    after = cluster.settle(service({**SPEC, "image": "other:1"}, generation=2), chance)
+    assert condition(after, "Ready")[:2] == ("False", "KVPathUnverified")
+
+
+def test_reconciling_twice_writes_nothing(chance: random.Random) -> None:
+    cluster = Cluster()
+    cluster.settle(service(), chance)
+    before = cluster.num_writes
+    cluster.reconcile(service())
+    assert cluster.num_writes == before
+
+
+def test_a_condition_keeps_its_time_until_its_status_changes(chance: random.Random) -> None:
+    cluster = Cluster()
+    first = cluster.reconcile(service()).status.conditions
+    last = cluster.settle(service(), chance).status.conditions
+    times = {each.type: each.last_transition_time for each in first}
+    for each in last:
+        changed = each.status != next(old.status for old in first if old.type == each.type)
+        assert (each.last_transition_time != times[each.type]) is changed
+
+
+def test_a_spec_that_cannot_be_leaves_everything_as_it_is(chance: random.Random) -> None:
+    cluster = Cluster()
+    cluster.settle(service(), chance)
+    objects, pinned = dict(cluster.objects), cluster.status.pinned
+    outcome = cluster.reconcile(service({**SPEC, "engine": {"arguments": {"dtype": "half"}}}, generation=2))
+    assert condition(outcome, "Accepted")[:2] == ("False", "InvalidSpec")
+    assert "arguments.dtype: expected it to be left to the service" in condition(outcome, "Ready")[2]
+    assert (cluster.objects, cluster.status.pinned) == (objects, pinned)
+    assert outcome.status.observed_generation == 2
+    assert outcome.status.roles.decode.ready == 2
+
+
+@pytest.mark.parametrize("length", range(1, 64))
+@pytest.mark.parametrize("namespace_length", [1, 16, 17, 18, 30, 63])
+def test_every_name_is_refused_or_fits_everywhere(length: int, namespace_length: int) -> None:
+    of = service(name="a" * length)
+    of["metadata"]["namespace"] = "n" * namespace_length
+    outcome = reconcile(of, Facts(now="2026-01-01T00:00:00Z"))
+    if not outcome.apply:
+        most = min(MAX_NAME, 52 - namespace_length)
+        assert length > most
+        assert f"name: expected at most {most} characters" in condition(outcome, "Accepted")[2]
+        return
+    for made in outcome.apply:
+        name = made["metadata"]["name"]
+        assert len(name) + (len("-0123456789") if made["kind"] == "StatefulSet" else 0) <= 63
+        assert all(len(value) <= 63 for value in made["metadata"]["labels"].values())
+    assert length + len("-predictor-") + namespace_length <= 63
+
+
+def test_decode_serves_the_old_kv_generation_until_the_new_one_is_up(chance: random.Random) -> None:
+    cluster = Cluster()
+    old = cluster.settle(service(), chance).status.kv_generation
+    outcome = cluster.reconcile(service(OTHER_KV, generation=2))
+    assert outcome.status.serving_kv_generation == old != outcome.status.kv_generation
+    assert not [made for made in outcome.apply if made["kind"] == "InferenceService"]
+    assert outcome.delete == ()
+    assert condition(outcome, "DecodeReady")[1] == "WaitsForStagingAndPrefill"
+    assert condition(outcome, "Progressing")[0] == "True"
+    after = cluster.settle(service(OTHER_KV, generation=2), chance).status
+    assert after.serving_kv_generation == after.kv_generation
+    assert kinds(cluster, "StatefulSet") == [f"chat-staging-{after.kv_generation}"]
+    assert kinds(cluster, "Deployment") == [f"chat-prefill-{after.kv_generation}"]
+    assert len(kinds(cluster, "ConfigMap")) == 3
+
+
+def test_going_back_returns_to_the_pods_that_still_live(chance: random.Random) -> None:
+    cluster = Cluster()
+    old = cluster.settle(service(), chance).status.kv_generation
+    while cluster.status.serving_kv_generation == old:  # until decode is told to move on
+        cluster.reconcile(service(OTHER_KV, generation=2))
+        cluster.step(chance)
+    outcome = cluster.reconcile(service(generation=3))
+    assert Ref("StatefulSet", f"chat-staging-{old}") not in outcome.delete
+    decode = next(made for made in outcome.apply if made["kind"] == "InferenceService")
+    assert decode["metadata"]["labels"]["oasiskv.io/kv-generation"] == old
+
+
+def test_room_counts_the_prefill_pods_of_both_kv_generations(chance: random.Random) -> None:
+    cluster = Cluster()
+    cluster.settle(service(), chance)
+    assert cluster.status.placement.wanted_pods == 3
+    assert cluster.reconcile(service(OTHER_KV, generation=2)).status.placement.wanted_pods == 4
+
+
+def test_a_cluster_without_room_says_so_and_objects_are_made_all_the_same() -> None:
+    outcome = Cluster(nodes=(node(labels={}),)).reconcile(service())
+    assert condition(outcome, "PlacementFeasible")[:2] == ("False", "NoNodeMatches")
+    assert "got 0 of 1 nodes" in condition(outcome, "PlacementFeasible")[2]
+    assert outcome.apply
+
+
+def test_nodes_that_may_not_be_looked_at_are_no_reason_to_wait(chance: random.Random) -> None:
+    cluster = Cluster()
+    cluster.nodes = None  # type: ignore[assignment]
+    outcome = cluster.settle(service(), chance)
+    assert condition(outcome, "PlacementFeasible")[:2] == ("Unknown", "NodesNotVisible")
+    assert condition(outcome, "DecodeReady")[0] == "True"
+
+
+def test_without_kserve_the_rest_is_made_and_decode_follows_when_it_is_there(chance: random.Random) -> None:
+    cluster = Cluster(kinds=frozenset())
+    outcome = cluster.settle(service(), chance)
+    assert condition(outcome, "DecodeReady")[:2] == ("False", "KServeMissing")
+    assert condition(outcome, "StagingReady")[0] == "True"
+    cluster.kinds = frozenset({INFERENCE_SERVICE})
+    assert condition(cluster.settle(service(), chance), "DecodeReady")[0] == "True"
+
+
+def test_an_operator_with_new_rules_changes_no_pod_until_the_spec_does(
+    chance: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = Cluster()
+    cluster.settle(service(), chance)
+    before = dict(cluster.objects)
+
+    def newer(*arguments: Any) -> Any:
+        metadata, spec, placement, network, known = arguments
+        return render(metadata, spec, Placement(priority_class="high"), network, known)
+
+    monkeypatch.setattr(module, "RENDER_VERSION", RENDER_VERSION + 1)
+    monkeypatch.setattr(module, "RENDERERS", {RENDER_VERSION: render, RENDER_VERSION + 1: newer})
+    cluster.settle(service(), chance)
+    assert cluster.objects == before
+    cluster.settle(service({**SPEC, "decode": {"replicas": 3}, "suspend": False}, generation=2), chance)
+    assert cluster.objects[Ref("Deployment", kinds(cluster, "Deployment")[0])] == before[
+        Ref("Deployment", kinds(cluster, "Deployment")[0])
+    ]
+    cluster.settle(service({**SPEC, "image": "other:1"}, generation=3), chance)
+    pod = cluster.objects[Ref("Deployment", kinds(cluster, "Deployment")[0])]["spec"]["template"]["spec"]
+    assert pod["priorityClassName"] == "high"
+
+
+def test_an_older_operator_leaves_what_a_newer_one_rendered_alone(
+    chance: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = Cluster()
+    cluster.settle(service(), chance)
+    monkeypatch.setattr(module, "RENDERERS", {})
+    outcome = cluster.reconcile(service())
+    assert (outcome.apply, outcome.delete) == ((), ())
+    assert "renderVersion: expected at most" in condition(outcome, "Accepted")[2]
+
+
+class TestProfile:
+    spec = {key: value for key, value in SPEC.items() if key not in ("placement", "network")}
+
+    def profile(self, generation: int) -> Profile:
+        placement = Placement(node_selector={"pool": str(generation)}, gpu_products=())
+        return Profile(generation=generation, spec=ProfileSpec(placement=placement, network=Network()))
+
+    def pools(self, cluster: Cluster) -> set[str]:
+        templates = [made["spec"]["template"]["spec"] for ref, made in cluster.objects.items() if ref in cluster.made and "template" in made["spec"]]
+        return {template["nodeSelector"]["pool"] for template in templates}
+
+    def test_a_profile_that_is_not_there_is_waited_for(self, chance: random.Random) -> None:
+        cluster = Cluster()
+        spec = {**self.spec, "profile": {"name": "h100"}}
+        outcome = cluster.settle(service(spec), chance)
+        assert condition(outcome, "ProfileResolved")[:2] == ("False", "NotFound")
+        assert cluster.objects == {}
+        cluster.profile = self.profile(1)
+        assert condition(cluster.settle(service(spec), chance), "ProfileResolved")[:2] == ("True", "Current")
+        assert self.pools(cluster) == {"1"}
+
+    @pytest.mark.parametrize(("update", "pool"), [("Pinned", "1"), ("Auto", "2")])
+    def test_a_changed_profile_rolls_only_services_that_want_it(
+        self, update: str, pool: str, chance: random.Random
+    ) -> None:
+        cluster = Cluster()
+        cluster.profile = self.profile(1)
+        spec = {**self.spec, "profile": {"name": "h100", "update": update}}
+        cluster.settle(service(spec), chance)
+        cluster.profile = self.profile(2)
+        cluster.settle(service(spec), chance)
+        assert self.pools(cluster) == {pool}
+        cluster.settle(service({**spec, "image": "other:1"}, generation=2), chance)
+        assert self.pools(cluster) == {"2"}
+
+    def test_a_profile_that_was_deleted_is_still_used(self, chance: random.Random) -> None:
+        cluster = Cluster()
+        cluster.profile = self.profile(1)
+        spec = {**self.spec, "profile": {"name": "h100"}}
+        cluster.settle(service(spec), chance)
+        cluster.profile = None
+        outcome = cluster.settle(service(spec), chance)
+        assert condition(outcome, "ProfileResolved")[:2] == ("False", "NotFound")
+        assert self.pools(cluster) == {"1"}
+
+    def test_a_section_of_the_service_replaces_that_of_the_profile(self, chance: random.Random) -> None:
+        cluster = Cluster()
+        cluster.profile = self.profile(1)
+        spec = {**self.spec, "profile": {"name": "h100"}, "placement": {"nodeSelector": {"pool": "own"}}}
+        cluster.settle(service(spec), chance)
+        assert self.pools(cluster) == {"own"}

@@ -1,0 +1,157 @@
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from oasiskv.core.errors import ConfigError
+from oasiskv.operator.api import Network, Placement, ServiceSpec
+from oasiskv.operator.facts import INFERENCE_SERVICE, POD_MONITOR, SCALED_OBJECT
+from oasiskv.operator.kinds import read
+from oasiskv.operator.render import Rendered, render
+from oasiskv.operator.testing import SPEC
+
+METADATA = {"name": "chat", "namespace": "llm"}
+SCALING = {"maxReplicas": 4, "prometheus": {"address": "http://prometheus:9090", "query": "up", "threshold": 2}}
+ALL = frozenset({INFERENCE_SERVICE, POD_MONITOR, SCALED_OBJECT})
+
+
+def rendered(kinds: frozenset[str] = ALL, **changes: Any) -> Rendered:
+    spec = read(ServiceSpec, {**SPEC, **changes}, "spec")
+    return render(METADATA, spec, spec.placement or Placement(), spec.network or Network(), kinds)
+
+
+def objects(made: Rendered) -> dict[str, Any]:
+    return {f"{each['kind']}/{role(each)}": each for each in (*made.common, *made.generation, *made.decode)}
+
+
+def role(made: Mapping[str, Any]) -> str:
+    found: str = made["metadata"]["labels"]["oasiskv.io/role"]
+    return made["metadata"]["name"] if found == "service" else found
+
+
+def pods(made: Rendered) -> dict[str, Any]:
+    found = objects(made)
+    predictor = dict(found["InferenceService/decode"]["spec"]["predictor"])
+    del predictor["minReplicas"], predictor["maxReplicas"]
+    return {
+        "staging": found["StatefulSet/staging"]["spec"]["template"],
+        "prefill": found["Deployment/prefill"]["spec"]["template"],
+        "decode": {"metadata": {"labels": predictor["labels"]}, "spec": predictor},
+    }
+
+
+def test_every_selector_selects_the_pods_of_its_role() -> None:
+    made = rendered()
+    labels = {name: pod["metadata"]["labels"] for name, pod in pods(made).items()}
+    found = objects(made)
+    for name in ("Service/staging", "Service/prefill"):
+        assert found[name]["spec"]["selector"].items() <= labels[role(found[name])].items()
+    for name in ("StatefulSet/staging", "Deployment/prefill", "PodDisruptionBudget/prefill", "PodDisruptionBudget/decode"):
+        chosen = [each for each in labels if found[name]["spec"]["selector"]["matchLabels"].items() <= labels[each].items()]
+        assert chosen == [role(found[name])]
+
+
+@pytest.mark.parametrize("name", ["prefill", "decode", "staging"])
+def test_pods_pass_the_restricted_level_of_pod_security(name: str) -> None:
+    spec = pods(rendered())[name]["spec"]
+    assert spec["securityContext"]["runAsNonRoot"] is True
+    assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert all(set(volume) & {"configMap", "emptyDir", "persistentVolumeClaim"} for volume in spec["volumes"])
+    assert not set(spec) & {"hostNetwork", "hostPID", "hostIPC"}
+    (container,) = spec["containers"]
+    assert container["securityContext"]["allowPrivilegeEscalation"] is False
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+
+
+@pytest.mark.parametrize("name", ["prefill", "decode", "staging"])
+def test_no_default_of_a_cluster_can_shrink_a_container(name: str) -> None:
+    (container,) = pods(rendered())[name]["spec"]["containers"]
+    assert {"cpu", "memory"} <= container["resources"]["requests"].keys()
+    assert container["resources"]["requests"] == container["resources"]["limits"]
+    assert "readinessProbe" in container
+
+
+@pytest.mark.parametrize("name", ["prefill", "decode", "staging"])
+def test_what_a_container_mounts_is_there(name: str) -> None:
+    spec = pods(rendered())[name]["spec"]
+    claims = objects(rendered())["StatefulSet/staging"]["spec"]["volumeClaimTemplates"] if name == "staging" else []
+    there = {volume["name"] for volume in spec["volumes"]} | {claim["metadata"]["name"] for claim in claims}
+    assert {mount["name"] for mount in spec["containers"][0]["volumeMounts"]} == there
+
+
+def test_a_pod_lives_longer_than_its_drain() -> None:
+    made = pods(rendered(decode={"drain": {"preStopSeconds": 20, "timeoutSeconds": 100}}))
+    assert made["decode"]["spec"]["terminationGracePeriodSeconds"] > 120
+
+
+def test_decode_is_what_kserve_takes() -> None:
+    service = objects(rendered())["InferenceService/decode"]
+    assert service["metadata"]["annotations"] == {
+        "serving.kserve.io/deploymentMode": "Standard",
+        "serving.kserve.io/autoscalerClass": "none",
+    }
+    (container,) = service["spec"]["predictor"]["containers"]
+    assert container["name"] == "kserve-container"
+    assert container["ports"][0]["containerPort"] == 8080  # KServe's Service exposes the first as 80
+    assert not [each["name"] for each in container["env"] if each["name"] in ("PYTHONPATH", "PROTOCOL", "STORAGE_URI")]
+
+
+def test_a_change_of_one_role_leaves_the_other_roles_pods_alone() -> None:
+    before = pods(rendered())
+    for name in ("prefill", "decode", "staging"):
+        own = dict(SPEC.get(name, {}))
+        after = pods(rendered(**{name: {**own, "image": "other:1"}}))
+        assert [each for each in after if after[each] != before[each]] == [name]
+
+
+def test_scaling_changes_no_pod() -> None:
+    assert pods(rendered(decode={"replicas": 5}, prefill={"replicas": 3})) == pods(rendered())
+
+
+@pytest.mark.parametrize("has_keda", [False, True])
+def test_one_owner_decides_how_many_prefill_pods_there_are(has_keda: bool) -> None:
+    kinds = ALL if has_keda else ALL - {SCALED_OBJECT}
+    found = objects(rendered(kinds, prefill={"scaling": SCALING}))
+    assert ("replicas" in found["Deployment/prefill"]["spec"], "ScaledObject/prefill" in found) == (
+        not has_keda,
+        has_keda,
+    )
+
+
+def test_objects_of_kinds_that_the_cluster_lacks_are_not_made() -> None:
+    found = objects(rendered(frozenset({INFERENCE_SERVICE}), prefill={"scaling": SCALING}))
+    assert not [name for name in found if name.startswith(("PodMonitor", "ScaledObject"))]
+    assert [name for name in objects(rendered()) if name.startswith("PodMonitor")] == ["PodMonitor/chat"]
+
+
+def test_suspending_stops_gpus_and_keeps_staging() -> None:
+    found = objects(rendered(suspend=True, prefill={"scaling": SCALING}))
+    assert found["Deployment/prefill"]["spec"]["replicas"] == 0
+    assert found["InferenceService/decode"]["metadata"]["annotations"]["serving.kserve.io/stop"] == "true"
+    assert found["StatefulSet/staging"]["spec"]["replicas"] == 1
+    assert "ScaledObject/prefill" not in found
+
+
+def test_memory_that_cannot_hold_the_host_pool_is_refused_in_numbers() -> None:
+    with pytest.raises(ConfigError, match=r"spec.decode.resources.memory: expected more than the host pool of 68719476736"):
+        rendered(decode={"resources": {"memory": "80Gi"}})
+
+
+def test_a_pool_that_staging_cannot_change_is_part_of_the_kv_generation() -> None:
+    other = rendered(staging={"ssd": {"size": "2Ti", "storageClass": "nvme"}})
+    assert other.kv != rendered().kv
+
+
+@pytest.mark.parametrize(
+    ("change", "is_new"),
+    [
+        ({"model": {**SPEC["model"], "hash": "def"}}, True),
+        ({"engine": {"blockSize": 32}}, True),
+        ({"engine": {"lookahead": {"budgetBlocks": 256}}}, True),
+        ({"engine": {"lookahead": {"budgetBlocks": 128, "minCap": 8}}}, False),
+        ({"image": "oasiskv/engine:0.5.0"}, False),
+        ({"staging": {**SPEC["staging"], "memory": "64Gi"}}, False),
+    ],
+)
+def test_a_new_kv_generation_is_what_old_pods_could_not_exchange_kv_with(change: dict[str, Any], is_new: bool) -> None:
+    assert (rendered(**change).kv != rendered().kv) is is_new

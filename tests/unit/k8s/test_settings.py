@@ -1,0 +1,90 @@
+import tomllib
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from oasiskv.core.errors import ConfigError
+from oasiskv.core.service_config import read_services
+from oasiskv.operator import settings
+from oasiskv.operator.api import Network, ServiceSpec
+from oasiskv.operator.kinds import read
+from oasiskv.operator.pods import HEALTH
+from oasiskv.operator.testing import SPEC
+from oasiskv.protos.decode.v1 import decode_pb2
+from oasiskv.protos.prefill.v1 import prefill_pb2
+from oasiskv.protos.staging.v1 import staging_pb2
+from oasiskv.services.staging.__main__ import read_config
+
+PEERS = settings.Peers(prefill="chat-prefill.llm.svc", staging="chat-staging.llm.svc")
+texts = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)))
+scalars = texts | st.integers(-(2**63), 2**63 - 1) | st.booleans() | st.floats(allow_nan=False, allow_infinity=False)
+arguments = st.dictionaries(
+    st.from_regex(r"[a-z_]{1,12}", fullmatch=True),
+    st.recursive(scalars, lambda inner: st.lists(inner) | st.dictionaries(texts.filter(bool), inner), max_leaves=6),
+)
+
+
+def spec(**changes: Any) -> ServiceSpec:
+    return read(ServiceSpec, {**SPEC, **changes}, "spec")
+
+
+@given(arguments)
+def test_any_argument_arrives_as_it_was_written(values: dict[str, Any]) -> None:
+    assert tomllib.loads(settings.toml({"engine": {"arguments": values}})) == {"engine": {"arguments": values}}
+
+
+def test_a_null_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"spec.engine.arguments: expected values, got null"):
+        settings.decode_config(spec(engine={"arguments": {"compilation_config": {"mode": None}}}), PEERS)
+
+
+def test_equal_settings_are_equal_texts_whatever_their_order() -> None:
+    assert settings.toml({"b": {"y": 1, "x": 2}, "a": {}}) == settings.toml({"a": {}, "b": {"x": 2, "y": 1}})
+
+
+def test_the_services_read_what_the_spec_says() -> None:
+    made = spec(prefill={"maxRequests": 7, "drain": {"timeoutSeconds": 9}}, decode={"localPromptTokens": 11})
+    prefill = read_services(settings.prefill_config(made, PEERS)).prefill
+    decode = read_services(settings.decode_config(made, PEERS)).decode
+    assert prefill is not None
+    assert decode is not None
+    assert (prefill.staging, prefill.max_requests, prefill.drain_s) == ("chat-staging.llm.svc:7411", 7, 9)
+    assert decode.prefills == ("chat-prefill.llm.svc:7412",)
+    assert (decode.staging, decode.local_prompt_tokens) == (prefill.staging, 11)
+    assert decode.engine == prefill.engine
+    assert decode.engine.lookahead.host_pool_bytes == 64 * 2**30
+    assert decode.fingerprint == prefill.fingerprint
+
+
+@pytest.mark.parametrize(("fabric", "transport", "is_strict"), [("TCP", "tcp", False), ("Stream", "auto", True)])
+def test_staging_reads_what_the_spec_says(fabric: Any, transport: str, is_strict: bool) -> None:
+    config = read_config(settings.staging_config(spec(), Network(fabric=fabric)))
+    staging = config.staging
+    assert (staging.transport, staging.is_strict, staging.hands_memory_over) == (transport, is_strict, False)
+    assert staging.leases.num_blocks * staging.fingerprint.block_bytes <= 256 * 2**30
+    assert config.staging.disk is not None
+    assert config.staging.disk.max_bytes < 2**40
+    peers = read_services(settings.prefill_config(spec(), PEERS)).prefill
+    assert peers is not None
+    assert peers.fingerprint == staging.fingerprint
+
+
+def test_without_prefill_pods_decode_looks_for_none() -> None:
+    decode = read_services(settings.decode_config(spec(prefill={"replicas": 0}), PEERS)).decode
+    assert decode is not None
+    assert (decode.prefills, decode.staging) == ((), "")
+
+
+def test_an_argument_that_the_services_set_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"arguments\.block_size: expected it to be left to the service"):
+        settings.decode_config(spec(engine={"arguments": {"block_size": 32}}), PEERS)
+
+
+def test_health_checks_ask_for_the_services_of_the_contracts() -> None:
+    modules = {"prefill": prefill_pb2, "decode": decode_pb2, "staging": staging_pb2}
+    names = {
+        role: next(iter(module.DESCRIPTOR.services_by_name.values())).full_name for role, module in modules.items()
+    }
+    assert names == HEALTH
