@@ -32,7 +32,7 @@ PY := .venv/bin/python
 READY := .venv/ready
 endif
 
-.PHONY: help install redis check test soak protos bench run clean
+.PHONY: help install redis check test soak protos crds bench run clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -48,9 +48,9 @@ install: $(READY) ## set up the environment; the first time takes a few minutes 
 	$(PYTHON) -m venv .venv
 	$(PY) -m pip install --upgrade pip
 	@install() { echo "pip install $$*"; $(PY) -m pip install "$$@"; }; \
-		install -e '.[$(ENGINE),services,nixl,dev]' || { \
+		install -e '.[$(ENGINE),services,operator,nixl,dev]' || { \
 			printf '\n%s\n' 'If the error above is about torch: trying again with the wheels at $(TORCH_INDEX)'; \
-			install --extra-index-url '$(TORCH_INDEX)' -e '.[$(ENGINE),services,nixl,dev]'; }
+			install --extra-index-url '$(TORCH_INDEX)' -e '.[$(ENGINE),services,operator,nixl,dev]'; }
 ifeq ($(ENGINE),cpu)
 	@echo 'Removing three packages that do not import beside the CPU build of torch; text models need none of them.'
 	$(PY) -m pip uninstall -y torchvision torchaudio torchcodec
@@ -99,6 +99,9 @@ soak: $(READY) ## the tests that take minutes, and as many new examples as they 
 
 protos: $(READY) ## generate code from .proto files; refuses a change that breaks peers
 	$(PY) protos/generate.py $(ARGS)
+
+crds: $(READY) ## generate the operator's resource definitions and their reference page
+	$(PY) -m oasiskv.operator.crds
 
 bench: $(READY) ## measure; ARGS= goes to oasiskv bench
 	$(PY) -m oasiskv.cli bench $(ARGS)

@@ -106,9 +106,9 @@ def leaves(hint: Any, value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[
         return
     marks = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
     if marks and isinstance(marks[0], SettingsOf):
-        for name, field in marks[0].names().items():
-            setting = optional(hints(LookaheadConfig)[field])[0]
-            if field.endswith("_bytes"):
+        for name, known in marks[0].names().items():
+            setting = optional(hints(LookaheadConfig)[known])[0]
+            if known.endswith("_bytes"):
                 yield (*path, name), "16Gi"
             else:
                 yield (*path, name), another(setting, (), value[name], name)
@@ -130,7 +130,9 @@ def another(hint: Any, marks: tuple[Any, ...], value: Any, name: Any) -> Any:
         case kind if kind is tuple:
             return [*value[:-1], TEXTS.get(name, "another")]
         case kind if kind is str:
-            return TEXTS.get(name, "48Gi" if value[0].isdigit() and value.endswith("i") else "3" if value[0].isdigit() else "another")
+            return TEXTS.get(
+                name, "48Gi" if value[0].isdigit() and value.endswith("i") else "3" if value[0].isdigit() else "another"
+            )
         case _:
             return {**value, next(iter(value)): 4096 if name == "arguments" else "another"}
 
@@ -183,7 +185,11 @@ def test_the_specs_that_are_changed_are_accepted(base: str) -> None:
 )
 def test_a_leaf_takes_effect_or_is_refused(base: str, path: tuple[Any, ...]) -> None:
     before, after = outcome(BASES[base]), outcome(changed(BASES[base], path, CASES[base, path]))
-    refused = [each for each in after.status.conditions if each.type in ("Accepted", "ProfileResolved") and each.status == "False"]
+    refused = [
+        each
+        for each in after.status.conditions
+        if each.type in ("Accepted", "ProfileResolved") and each.status == "False"
+    ]
     if refused:
         assert path[-1] in refused[0].message or "expected" in refused[0].message
     else:

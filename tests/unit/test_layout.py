@@ -21,7 +21,7 @@ def test_no_test_folder_is_a_package() -> None:
 
 
 def test_each_folder_holds_one_typed_package_of_its_own_name() -> None:
-    assert {"cli", "core", "engine", "kernels", "protos", "services"} <= set(FOLDERS)
+    assert {"cli", "core", "engine", "kernels", "operator", "protos", "services"} <= set(FOLDERS)
     for folder in FOLDERS:
         assert [path.parent.name for path in ROOT.glob(f"{folder}/oasiskv/*/__init__.py")] == [folder]
         assert (ROOT / folder / "oasiskv" / folder / "py.typed").is_file()

@@ -1,7 +1,8 @@
 """What a service's status says, from what the cluster reports."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from oasiskv.operator.api import Condition, RoleStatus, RoleStatuses, ServiceSpec
 from oasiskv.operator.facts import INFERENCE_SERVICE, SCALED_OBJECT, Facts, Workload
@@ -11,6 +12,8 @@ from oasiskv.operator.render import Rendered, num_prefills
 
 MUST = ("Accepted", "ProfileResolved", "StagingReady", "PrefillReady", "DecodeReady", "KVPathVerified", "EndpointReady")
 """What Ready needs, in the order in which the first that fails is named."""
+
+STATUSES: Mapping[bool | None, Literal["True", "False", "Unknown"]] = {True: "True", False: "False", None: "Unknown"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +98,11 @@ def conditions(
     times = {(each.type, each.status): each.last_transition_time for each in before}
     made = []
     for finding in found:
-        status = {True: "True", False: "False", None: "Unknown"}[finding.status]
+        status = STATUSES[finding.status]
         made.append(
             Condition(
                 type=finding.type,
-                status=status,  # type: ignore[arg-type]
+                status=status,
                 reason=finding.reason,
                 message=finding.message,
                 last_transition_time=times.get((finding.type, status), now),

@@ -104,7 +104,7 @@ def camel(name: str) -> str:
 
 
 @cache
-def hints(cls: type) -> Mapping[str, Any]:
+def hints(cls: Any) -> Mapping[str, Any]:
     """Return the annotations of a dataclass's fields, with what is annotated beside the type."""
     return get_type_hints(cls, include_extras=True)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from oasiskv.operator import settings
 from oasiskv.operator.api import Decode, Network, Placement, Prefill, ServiceSpec
+from oasiskv.operator.kinds import quantity
 from oasiskv.operator.names import labels, selector
 from oasiskv.operator.placement import PRODUCT, requests
 
@@ -15,7 +16,11 @@ STAGING_EXTRA_GIB = 4
 STOP_S = 30
 """Left after a drain for the process to end by itself."""
 UNLIMITED = 2**64 - 1
-HEALTH = {"prefill": "oasiskv.prefill.v1.Prefill", "decode": "oasiskv.decode.v1.Decode", "staging": "oasiskv.staging.v1.Staging"}
+HEALTH = {
+    "prefill": "oasiskv.prefill.v1.Prefill",
+    "decode": "oasiskv.decode.v1.Decode",
+    "staging": "oasiskv.staging.v1.Staging",
+}
 """Name of each service in gRPC's health protocol."""
 
 
@@ -65,7 +70,9 @@ def engine_pod(site: Site, role: str, container: str, config_map: str) -> dict[s
     health_port = settings.PREFILL_PORT if role == "prefill" else settings.DECODE_PORT
     made = _container(site, role, container, asked, ports, health_port, spec.drain.pre_stop_seconds)
     made["volumeMounts"] += [{"name": "shm", "mountPath": "/dev/shm"}]
-    volumes = [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": spec.resources.shared_memory}}]
+    volumes: list[dict[str, Any]] = [
+        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": spec.resources.shared_memory}}
+    ]
     claim, _ = settings.model_folder(site.spec)
     if claim:
         made["volumeMounts"] += [{"name": "model", "mountPath": settings.MODELS, "readOnly": True}]
@@ -95,13 +102,13 @@ def engine_pod(site: Site, role: str, container: str, config_map: str) -> dict[s
 def staging_pod(site: Site, config_map: str) -> dict[str, Any]:
     """Return the pod spec of staging, without the volume of an SSD that a claim holds."""
     staging = site.spec.staging
-    memory = str(int(settings.quantity(staging.memory)) + STAGING_EXTRA_GIB * 2**30)
+    memory = str(int(quantity(staging.memory)) + STAGING_EXTRA_GIB * 2**30)
     asked = {"cpu": staging.cpu, "memory": memory}
     if site.network.rdma is not None:
         asked[site.network.rdma.resource] = str(site.network.rdma.count)
     ports = {"grpc": settings.STAGING_PORT, "metrics": settings.METRICS_PORT}
     made = _container(site, "staging", "staging", asked, ports, settings.STAGING_PORT, 0)
-    volumes = []
+    volumes: list[dict[str, Any]] = []
     if staging.ssd is not None:
         made["volumeMounts"] += [{"name": "disk", "mountPath": settings.DISK}]
         if staging.ssd.host_path is not None:
@@ -129,7 +136,11 @@ def _container(
         "ports": [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in ports.items()],
         "resources": {"requests": dict(asked), "limits": dict(asked)},
         # No liveness probe: the process ends by itself when its engine does, and is not ready while it loads or drains.
-        "readinessProbe": {"grpc": {"port": health_port, "service": HEALTH[role]}, "periodSeconds": 5, "timeoutSeconds": 3},
+        "readinessProbe": {
+            "grpc": {"port": health_port, "service": HEALTH[role]},
+            "periodSeconds": 5,
+            "timeoutSeconds": 3,
+        },
         "securityContext": {
             "allowPrivilegeEscalation": False,
             "capabilities": {"drop": ["ALL"]},

@@ -45,7 +45,9 @@ def reconcile(service: Mapping[str, Any], facts: Facts) -> Outcome:
         pin, profile_finding = _pin(spec, facts)
         placement, network = _where(spec, pin)
         if pin.render_version not in RENDERERS:
-            raise ConfigError(f"status.pinned.renderVersion: expected at most {RENDER_VERSION}, got {pin.render_version}")
+            raise ConfigError(
+                f"status.pinned.renderVersion: expected at most {RENDER_VERSION}, got {pin.render_version}"
+            )
         rendered = RENDERERS[pin.render_version](metadata, spec, placement, network, facts.kinds)
     except _NoProfile as error:
         return _refused(metadata, facts, [Finding("Accepted", True, "Valid"), error.finding])
@@ -90,12 +92,16 @@ def _pin(spec: ServiceSpec, facts: Facts) -> tuple[Pin, Finding]:
     if spec.profile is None:
         return same or Pin(spec_hash=key, render_version=RENDER_VERSION), Finding("ProfileResolved", True, "NotUsed")
     if profile is None:
-        message = f"spec.profile.name: expected a profile in this namespace, got {spec.profile.name}, which is not there"
+        message = (
+            f"spec.profile.name: expected a profile in this namespace, got {spec.profile.name}, which is not there"
+        )
         if same is None:
             raise _NoProfile(Finding("ProfileResolved", False, "NotFound", message))
         return same, Finding("ProfileResolved", False, "NotFound", f"{message}; what it said is still used")
     if same is not None and same.profile_generation != profile.generation and spec.profile.update == "Pinned":
-        message = f"generation {same.profile_generation} is used until the service changes, {profile.generation} is there"
+        message = (
+            f"generation {same.profile_generation} is used until the service changes, {profile.generation} is there"
+        )
         return same, Finding("ProfileResolved", True, "Pinned", message)
     pin = Pin(
         spec_hash=key,
@@ -150,8 +156,6 @@ def _refused(metadata: Mapping[str, Any], facts: Facts, found: list[Finding]) ->
         observed_generation=metadata["generation"],
         url=facts.decode.url if facts.decode is not None else "",
         roles=roles(metadata["name"], facts),
-        conditions=conditions(
-            with_ready(found, False), facts.status.conditions, metadata["generation"], facts.now
-        ),
+        conditions=conditions(with_ready(found, False), facts.status.conditions, metadata["generation"], facts.now),
     )
     return Outcome(status=status)

@@ -104,8 +104,8 @@ def _check_memory(spec: ServiceSpec) -> None:
         memory, shared = quantity(resources.memory), quantity(resources.shared_memory)
         if memory <= pool + shared:
             raise ConfigError(
-                f"spec.{role}.resources.memory: expected more than the host pool of {pool} and shared memory of {shared}"
-                f" bytes, got {memory}"
+                f"spec.{role}.resources.memory: expected more than the host pool of {pool} and shared memory of"
+                f" {shared} bytes, got {memory}"
             )
 
 
@@ -193,9 +193,7 @@ def _inference_service(site: Site, config_map: str) -> Object:
     if annotations := site.annotations(container):
         predictor["annotations"] = annotations
     group = INFERENCE_SERVICE.partition(".")[2]
-    made = _object(
-        site, f"{group}/v1beta1", "InferenceService", site.service, "decode", True, {"predictor": predictor}
-    )
+    made = _object(site, f"{group}/v1beta1", "InferenceService", site.service, "decode", True, {"predictor": predictor})
     # Standard and none are not KServe's defaults: it would want Knative, and scale by processor use.
     annotations = {f"{group}/deploymentMode": "Standard", f"{group}/autoscalerClass": "none"}
     if spec.suspend:

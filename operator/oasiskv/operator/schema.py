@@ -46,9 +46,7 @@ def schema(cls: Any) -> dict[str, Any]:
     required = []
     for field in fields(cls):
         hint, _ = optional(hints(cls)[field.name])
-        made["properties"][camel(field.name)] = (
-            {"description": docs(cls)[field.name]} | _type(hint) | _default(field)
-        )
+        made["properties"][camel(field.name)] = {"description": docs(cls)[field.name]} | _type(hint) | _default(field)
         if field.default is MISSING and field.default_factory is MISSING:
             required.append(camel(field.name))
     if required:

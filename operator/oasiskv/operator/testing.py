@@ -68,7 +68,9 @@ class Cluster:
         kinds: Kinds of others that it knows.
     """
 
-    def __init__(self, nodes: tuple[Node, ...] = (node(),), kinds: frozenset[str] = frozenset({INFERENCE_SERVICE})) -> None:
+    def __init__(
+        self, nodes: tuple[Node, ...] = (node(),), kinds: frozenset[str] = frozenset({INFERENCE_SERVICE})
+    ) -> None:
         self.nodes, self.kinds = nodes, kinds
         self.profile: Profile | None = None
         self.objects: dict[Ref, dict[str, Any]] = {}
@@ -82,7 +84,7 @@ class Cluster:
         prefills, stagings, decode = {}, {}, None
         decode_pods: dict[str, int] = {}
         for ref, made in self.made.items():
-            counts = {
+            counts: dict[str, Any] = {
                 "desired": made.desired,
                 "total": sum(made.pods.values()),
                 "ready": sum(made.num_ready.values()),
@@ -152,14 +154,17 @@ class Cluster:
 
     def settle(self, of: Mapping[str, Any], chance: random.Random) -> Outcome:
         """Reconcile and step until nothing changes any more."""
-        for _ in range(200):
+        num_quiet = 0
+        while num_quiet < 3:
+            before = self.num_writes, copy.deepcopy(self.made)
             outcome = self.reconcile(of)
-            for _ in range(10):
+            for _ in range(40):
                 self.step(chance)
+            num_quiet = num_quiet + 1 if before == (self.num_writes, self.made) else 0
         return outcome
 
     def _template(self, ref: Ref, made: Mapping[str, Any]) -> None:
-        spec = made["spec"] if "spec" in made else {}
+        spec = made.get("spec", {})
         if ref.kind == "InferenceService":
             is_stopped = any(key.endswith("/stop") for key in made["metadata"]["annotations"])
             predictor = {key: value for key, value in spec["predictor"].items() if not key.endswith("Replicas")}

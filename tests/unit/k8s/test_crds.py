@@ -57,7 +57,10 @@ def test_a_default_in_the_schema_is_what_the_code_takes_for_an_absent_field(kind
                 made[name] = defaults(each) if each["default"] == {} and "properties" in each else each["default"]
         return made
 
-    required = {"image": "a:1", "model": {"uri": "hf://a/b", "hash": "h", "numLayers": 1, "numKvHeads": 1, "headDim": 1}}
+    required = {
+        "image": "a:1",
+        "model": {"uri": "hf://a/b", "hash": "h", "numLayers": 1, "numKvHeads": 1, "headDim": 1},
+    }
     given = required if kind is SERVICE else {}
     filled = defaults(schema(kind.spec)) | given
     assert read(kind.spec, filled, "spec") == read(kind.spec, given, "spec")

@@ -1,5 +1,5 @@
 import random
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -165,7 +165,7 @@ def test_an_operator_with_new_rules_changes_no_pod_until_the_spec_does(
     before = dict(cluster.objects)
 
     def newer(*arguments: Any) -> Any:
-        metadata, spec, placement, network, known = arguments
+        metadata, spec, _, network, known = arguments
         return render(metadata, spec, Placement(priority_class="high"), network, known)
 
     monkeypatch.setattr(module, "RENDER_VERSION", RENDER_VERSION + 1)
@@ -173,9 +173,10 @@ def test_an_operator_with_new_rules_changes_no_pod_until_the_spec_does(
     cluster.settle(service(), chance)
     assert cluster.objects == before
     cluster.settle(service({**SPEC, "decode": {"replicas": 3}, "suspend": False}, generation=2), chance)
-    assert cluster.objects[Ref("Deployment", kinds(cluster, "Deployment")[0])] == before[
-        Ref("Deployment", kinds(cluster, "Deployment")[0])
-    ]
+    assert (
+        cluster.objects[Ref("Deployment", kinds(cluster, "Deployment")[0])]
+        == before[Ref("Deployment", kinds(cluster, "Deployment")[0])]
+    )
     cluster.settle(service({**SPEC, "image": "other:1"}, generation=3), chance)
     pod = cluster.objects[Ref("Deployment", kinds(cluster, "Deployment")[0])]["spec"]["template"]["spec"]
     assert pod["priorityClassName"] == "high"
@@ -193,14 +194,18 @@ def test_an_older_operator_leaves_what_a_newer_one_rendered_alone(
 
 
 class TestProfile:
-    spec = {key: value for key, value in SPEC.items() if key not in ("placement", "network")}
+    spec: ClassVar[dict[str, Any]] = {key: value for key, value in SPEC.items() if key not in ("placement", "network")}
 
     def profile(self, generation: int) -> Profile:
         placement = Placement(node_selector={"pool": str(generation)}, gpu_products=())
         return Profile(generation=generation, spec=ProfileSpec(placement=placement, network=Network()))
 
     def pools(self, cluster: Cluster) -> set[str]:
-        templates = [made["spec"]["template"]["spec"] for ref, made in cluster.objects.items() if ref in cluster.made and "template" in made["spec"]]
+        templates = [
+            made["spec"]["template"]["spec"]
+            for ref, made in cluster.objects.items()
+            if ref in cluster.made and "template" in made["spec"]
+        ]
         return {template["nodeSelector"]["pool"] for template in templates}
 
     def test_a_profile_that_is_not_there_is_waited_for(self, chance: random.Random) -> None:

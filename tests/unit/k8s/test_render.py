@@ -46,8 +46,15 @@ def test_every_selector_selects_the_pods_of_its_role() -> None:
     found = objects(made)
     for name in ("Service/staging", "Service/prefill"):
         assert found[name]["spec"]["selector"].items() <= labels[role(found[name])].items()
-    for name in ("StatefulSet/staging", "Deployment/prefill", "PodDisruptionBudget/prefill", "PodDisruptionBudget/decode"):
-        chosen = [each for each in labels if found[name]["spec"]["selector"]["matchLabels"].items() <= labels[each].items()]
+    for name in (
+        "StatefulSet/staging",
+        "Deployment/prefill",
+        "PodDisruptionBudget/prefill",
+        "PodDisruptionBudget/decode",
+    ):
+        chosen = [
+            each for each in labels if found[name]["spec"]["selector"]["matchLabels"].items() <= labels[each].items()
+        ]
         assert chosen == [role(found[name])]
 
 
@@ -100,7 +107,7 @@ def test_a_change_of_one_role_leaves_the_other_roles_pods_alone() -> None:
     before = pods(rendered())
     for name in ("prefill", "decode", "staging"):
         own = dict(SPEC.get(name, {}))
-        after = pods(rendered(**{name: {**own, "image": "other:1"}}))
+        after = pods(rendered(ALL, **{name: {**own, "image": "other:1"}}))
         assert [each for each in after if after[each] != before[each]] == [name]
 
 
@@ -133,7 +140,9 @@ def test_suspending_stops_gpus_and_keeps_staging() -> None:
 
 
 def test_memory_that_cannot_hold_the_host_pool_is_refused_in_numbers() -> None:
-    with pytest.raises(ConfigError, match=r"spec.decode.resources.memory: expected more than the host pool of 68719476736"):
+    with pytest.raises(
+        ConfigError, match=r"spec.decode.resources.memory: expected more than the host pool of 68719476736"
+    ):
         rendered(decode={"resources": {"memory": "80Gi"}})
 
 

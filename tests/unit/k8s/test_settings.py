@@ -18,7 +18,7 @@ from oasiskv.protos.staging.v1 import staging_pb2
 from oasiskv.services.staging.__main__ import read_config
 
 PEERS = settings.Peers(prefill="chat-prefill.llm.svc", staging="chat-staging.llm.svc")
-texts = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)))
+texts = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]))
 scalars = texts | st.integers(-(2**63), 2**63 - 1) | st.booleans() | st.floats(allow_nan=False, allow_infinity=False)
 arguments = st.dictionaries(
     st.from_regex(r"[a-z_]{1,12}", fullmatch=True),
