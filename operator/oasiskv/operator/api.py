@@ -66,8 +66,8 @@ class Engine:
     """Settings of the lookahead backend. What is not said is the image's default."""
 
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Other arguments of vLLM's engine by their name in Python, such as `max_model_len`. Those that the services set are
-    refused."""
+    """Other arguments of vLLM's engine by their name in Python, such as `max_model_len`. Those that the services set
+    are refused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

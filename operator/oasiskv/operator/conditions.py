@@ -138,7 +138,7 @@ def _of(type_: str, workload: Workload | None) -> Finding:
     if workload is None:
         return Finding(type_, False, "NotMade", "its object is not there yet")
     if workload.is_done:
-        return Finding(type_, True, "AllReady", f"{workload.ready} of {workload.desired} pods are ready")
+        return Finding(type_, True, "PodsReady", f"{workload.ready} of {workload.desired} pods are ready")
     counts = f"{workload.ready} of {workload.desired} pods are ready, {workload.updated} of them new"
     if workload.ready < workload.desired:
         return Finding(type_, False, "PodsNotReady", f"{counts}{': ' if workload.message else ''}{workload.message}")

@@ -154,9 +154,10 @@ def main() -> int:
 def _name_rules(kind: Kind) -> list[dict[str, str]]:
     if kind is not SERVICE:
         return []
+    name = "self.metadata.name"
     return [
         {
-            "rule": f"self.metadata.name.matches('^[a-z]([-a-z0-9]*[a-z0-9])?$') && size(self.metadata.name) <= {MAX_NAME}",
+            "rule": f"{name}.matches('^[a-z]([-a-z0-9]*[a-z0-9])?$') && size({name}) <= {MAX_NAME}",
             "message": f"name: expected a DNS label that begins with a letter, of at most {MAX_NAME} characters",
         }
     ]

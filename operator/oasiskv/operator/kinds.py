@@ -133,10 +133,10 @@ def read(cls: type[Resource], values: object, path: str) -> Resource:
     known = {camel(field.name): field for field in fields(cls)}  # type: ignore[arg-type]
     for key in values.keys() - known.keys():
         raise ConfigError(f"{path}.{key}: expected one of {', '.join(known)}")
-    arguments = {}
+    arguments, types_of = {}, hints(cls)  # type: ignore[arg-type]
     for key, field in known.items():
         if values.get(key) is not None:
-            arguments[field.name] = _value(optional(hints(cls)[field.name])[0], values[key], f"{path}.{key}")
+            arguments[field.name] = _value(optional(types_of[field.name])[0], values[key], f"{path}.{key}")
         elif field.default is MISSING and field.default_factory is MISSING:
             raise ConfigError(f"{path}.{key}: expected a value, got none")
     made = cls(**arguments)

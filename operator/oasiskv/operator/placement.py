@@ -1,9 +1,9 @@
 """Whether the pods with a GPU have room, and if not, the first thing that they lack, in numbers."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 
 from oasiskv.operator.api import Network, Placement, PlacementStatus, Resources
 from oasiskv.operator.facts import Node, Taint

@@ -81,8 +81,10 @@ def engine_pod(site: Site, role: str, container: str, config_map: str) -> dict[s
         reference = {"name": site.spec.model.token_secret, "key": "token"}
         made["env"] += [{"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": reference}}]
     pod = _pod(site, made, config_map, volumes, spec.drain.pre_stop_seconds + spec.drain.timeout_seconds)
-    near = {"labelSelector": {"matchLabels": selector(site.service, "staging", site.kv)}}
-    near |= {"topologyKey": site.placement.topology_key}
+    near = {
+        "labelSelector": {"matchLabels": selector(site.service, "staging", site.kv)},
+        "topologyKey": site.placement.topology_key,
+    }
     pod["affinity"]["podAffinity"] = {
         "preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 100, "podAffinityTerm": near}]
     }
