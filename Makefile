@@ -25,7 +25,7 @@ export PYTHONSAFEPATH := 1
 ifneq ($(if $(PYTHON_GIVEN),$(shell $(PYTHON) -c 'from importlib.util import find_spec; print(find_spec("vllm") or "")' 2>/dev/null)),)
 PY := $(PYTHON)
 READY := build/metadata/ready
-FOLDERS := $(patsubst %/oasiskv,$(CURDIR)/%,$(wildcard */oasiskv))
+FOLDERS := $(patsubst %/oasiskv,$(CURDIR)/%,$(filter-out helm/oasiskv,$(wildcard */oasiskv)))
 export PYTHONPATH := $(subst $() ,:,$(strip $(FOLDERS) $(CURDIR)/build/metadata $(PYTHONPATH)))
 else
 PY := .venv/bin/python

@@ -40,8 +40,9 @@ def test_what_serves_is_never_taken_away_and_everything_settles(edits: list[tupl
                 } <= cluster.objects.keys()
             in_use = {f"ConfigMap {name}" for name in cluster.facts().configs_in_use}
             assert in_use <= {f"{ref.kind} {ref.name}" for ref in cluster.objects}
-            # A ConfigMap goes when what named it has gone.
-            cluster.reconcile(service(spec, generation=generation))
+            # Decode moves, then what it no longer needs goes, then the ConfigMaps that this named.
+            for _ in range(2):
+                cluster.reconcile(service(spec, generation=generation))
             again = reconcile(service(spec, generation=generation), cluster.facts())
             assert (again.apply, again.delete) == (outcome.apply, ())
             cluster.step(chance)

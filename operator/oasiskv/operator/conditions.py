@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from oasiskv.operator.api import Condition, RoleStatus, RoleStatuses, ServiceSpec
+from oasiskv.operator.api import ServiceSpec
+from oasiskv.operator.api_status import Condition, RoleStatus, RoleStatuses
 from oasiskv.operator.facts import INFERENCE_SERVICE, SCALED_OBJECT, Facts, Workload
 from oasiskv.operator.names import selector, selector_text
 from oasiskv.operator.placement import Room

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from oasiskv.operator import api
+from oasiskv.operator import api, api_status
 from oasiskv.operator.schema import rows, schema
 
 ROOT = Path(__file__).parents[3]
@@ -41,7 +41,7 @@ SERVICE = Kind(
     plural="oasiskvservices",
     short="oks",
     spec=api.ServiceSpec,
-    status=api.ServiceStatus,
+    status=api_status.ServiceStatus,
     columns=(
         ("Ready", "string", _condition("Ready"), 0),
         ("Reason", "string", _condition("Ready", "reason"), 0),

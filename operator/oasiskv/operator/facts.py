@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from oasiskv.operator.api import ProfileSpec, ServiceStatus
+from oasiskv.operator.api import ProfileSpec
+from oasiskv.operator.api_status import ServiceStatus
 
 SCALED_OBJECT = "ScaledObject.keda.sh"
 POD_MONITOR = "PodMonitor.monitoring.coreos.com"

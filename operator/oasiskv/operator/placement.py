@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 
-from oasiskv.operator.api import Network, Placement, PlacementStatus, Resources
+from oasiskv.operator.api import Network, Placement, Resources
+from oasiskv.operator.api_status import PlacementStatus
 from oasiskv.operator.facts import Node, Taint
 from oasiskv.operator.kinds import quantity
 

@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from oasiskv.core.errors import ConfigError
-from oasiskv.operator.api import Network, Pin, Placement, ProfileSpec, ServiceSpec, ServiceStatus
+from oasiskv.operator.api import Network, Placement, ProfileSpec, ServiceSpec
+from oasiskv.operator.api_status import Pin, ServiceStatus
 from oasiskv.operator.conditions import Finding, conditions, findings, roles, with_ready
 from oasiskv.operator.facts import INFERENCE_SERVICE, Facts, Ref
 from oasiskv.operator.kinds import read

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
-from oasiskv.operator.api import ServiceStatus
+from oasiskv.operator.api_status import ServiceStatus
 from oasiskv.operator.facts import INFERENCE_SERVICE, Decode, Facts, Node, Profile, Ref, Workload
 from oasiskv.operator.names import KV
 from oasiskv.operator.reconcile import Outcome, reconcile

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
-from oasiskv.operator import api
+from oasiskv.operator.api_status import ServiceStatus
 from oasiskv.operator.crds import KINDS, MAX_NAME, SERVICE, Kind, definition, files
 from oasiskv.operator.kinds import read
 from oasiskv.operator.schema import schema
@@ -90,5 +90,5 @@ def test_the_longest_name_leaves_room_for_every_name_that_is_made_of_it() -> Non
 
 
 def test_the_status_that_is_written_is_what_the_schema_keeps() -> None:
-    known = {path for path, _ in schemas(schema(api.ServiceStatus))}
+    known = {path for path, _ in schemas(schema(ServiceStatus))}
     assert {".conditions.items.lastTransitionTime", ".pinned.profile.network.fabric", ".roles.decode.selector"} <= known
