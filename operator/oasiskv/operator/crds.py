@@ -74,7 +74,7 @@ def definition(kind: Kind) -> dict[str, Any]:
     properties: dict[str, Any] = {"spec": {"description": kind.spec.__doc__} | schema(kind.spec)}
     version: dict[str, Any] = {"name": api.VERSION, "served": True, "storage": True}
     if kind.status is not None:
-        properties["status"] = {"description": kind.status.__doc__} | schema(kind.status)
+        properties["status"] = {"description": kind.status.__doc__} | _as_found(schema(kind.status))
         conditions = properties["status"]["properties"]["conditions"]
         conditions |= {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]}
         version["subresources"] = {"status": {}}
@@ -149,6 +149,13 @@ def main() -> int:
         (ROOT / path).write_text(text)
         print(path)
     return 0
+
+
+def _as_found(of: Any) -> Any:
+    """Return the schema of a status: it says what was found, so nothing is filled in or held against rules."""
+    if not isinstance(of, dict):
+        return of
+    return {name: _as_found(each) for name, each in of.items() if name not in ("default", "x-kubernetes-validations")}
 
 
 def _name_rules(kind: Kind) -> list[dict[str, str]]:

@@ -19,6 +19,7 @@ from oasiskv.operator.kinds import (
     camel,
     hints,
     optional,
+    write,
 )
 
 NAMES = {str: "string", int: "integer", float: "number", bool: "boolean"}
@@ -124,7 +125,8 @@ def _setting(mark: SettingsOf, name: str) -> Any:
 
 def _default(field: "Field[Any]") -> dict[str, Any]:
     if field.default_factory is not MISSING:
-        return {"default": {}}
+        # In full: the API server holds a default against the rules before it fills in those of its fields.
+        return {"default": write(field.default_factory())}
     if field.default is MISSING or field.default is None:
         return {}
     return {"default": list(field.default) if isinstance(field.default, tuple) else field.default}
@@ -134,7 +136,7 @@ def _shown(field: "Field[Any]") -> str:
     if field.default is MISSING and field.default_factory is MISSING:
         return "required"
     made = _default(field).get("default")
-    return "" if made in (None, {}, [], "") else json.dumps(made).strip(chr(34))
+    return "" if made is None or isinstance(made, dict) or made in ([], "") else json.dumps(made).strip(chr(34))
 
 
 def _words(hint: Any) -> str:

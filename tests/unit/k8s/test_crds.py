@@ -76,6 +76,18 @@ def test_paths_of_columns_and_of_the_scale_subresource_exist() -> None:
     assert set(types) == {"Ready"}
 
 
+def test_a_default_is_whole_so_that_rules_hold_for_it() -> None:
+    for kind in KINDS:
+        for path, each in schemas(root(kind)):
+            if "default" in each and "properties" in each:
+                fields = {name for name, field in each["properties"].items() if "default" in field}
+                assert fields <= each["default"].keys(), path
+
+
+def test_nothing_is_filled_into_a_status() -> None:
+    assert [path for path, each in schemas(root(SERVICE)["properties"]["status"]) if "default" in each] == []
+
+
 def test_every_rule_says_what_its_message_begins_with() -> None:
     for kind in KINDS:
         for _, each in schemas(root(kind)):
