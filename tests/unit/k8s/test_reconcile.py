@@ -1,4 +1,5 @@
 import random
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
@@ -6,7 +7,7 @@ import pytest
 from oasiskv.operator import reconcile as module
 from oasiskv.operator.api import Network, Placement, ProfileSpec
 from oasiskv.operator.crds import MAX_NAME
-from oasiskv.operator.facts import INFERENCE_SERVICE, Facts, Profile, Ref
+from oasiskv.operator.facts import INFERENCE_SERVICE, Facts, Profile, Ref, Workload
 from oasiskv.operator.reconcile import Outcome, reconcile
 from oasiskv.operator.render import RENDER_VERSION, render
 from oasiskv.operator.testing import SPEC, Cluster, node, service
@@ -32,6 +33,23 @@ def verify(cluster: Cluster, spec: Any = SPEC) -> None:
 
 def kinds(cluster: Cluster, kind: str) -> list[str]:
     return sorted(ref.name for ref in cluster.objects if ref.kind == kind)
+
+
+@pytest.mark.parametrize("change", [{"is_current": False}, {"total": 3}, {"ready": 1}, {"updated": 1}])
+def test_what_is_not_all_new_and_ready_is_not_done(change: dict[str, Any]) -> None:
+    done = Workload(desired=2, updated=2, ready=2, total=2)
+    assert done.is_done
+    assert not replace(done, **change).is_done
+
+
+@pytest.mark.parametrize("change", [{"is_current": False}, {"total": 3}, {"ready": 1}, {"updated": 1}])
+def test_a_role_that_is_not_done_is_not_ready(change: dict[str, Any], chance: random.Random) -> None:
+    cluster = Cluster()
+    kv = cluster.settle(service(), chance).status.kv_generation
+    done = Workload(desired=2, updated=2, ready=2, total=2)
+    outcome = reconcile(service(), replace(cluster.facts(), prefills={kv: replace(done, **change)}))
+    assert condition(outcome, "PrefillReady")[0] == "False"
+    assert condition(outcome, "Ready")[1] == condition(outcome, "PrefillReady")[1]
 
 
 def test_ready_waits_until_a_block_has_crossed(chance: random.Random) -> None:
@@ -231,6 +249,19 @@ class TestProfile:
         assert self.pools(cluster) == {pool}
         cluster.settle(service({**spec, "image": "other:1"}, generation=2), chance)
         assert self.pools(cluster) == {"2"}
+
+    def test_a_profile_that_is_taken_by_itself_brings_no_new_rules(
+        self, chance: random.Random, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        cluster = Cluster()
+        cluster.profile = self.profile(1)
+        spec = {**self.spec, "profile": {"name": "h100", "update": "Auto"}}
+        cluster.settle(service(spec), chance)
+        monkeypatch.setattr(module, "RENDER_VERSION", RENDER_VERSION + 1)
+        cluster.profile = self.profile(2)
+        cluster.settle(service(spec), chance)
+        assert cluster.status.pinned is not None
+        assert (cluster.status.pinned.render_version, self.pools(cluster)) == (RENDER_VERSION, {"2"})
 
     def test_a_profile_that_was_deleted_is_still_used(self, chance: random.Random) -> None:
         cluster = Cluster()

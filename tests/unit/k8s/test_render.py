@@ -58,6 +58,16 @@ def test_every_selector_selects_the_pods_of_its_role() -> None:
         assert chosen == [role(found[name])]
 
 
+@pytest.mark.parametrize("name", ["prefill", "decode"])
+def test_engines_prefer_to_be_near_their_staging_and_apart_from_one_another(name: str) -> None:
+    made = pods(rendered())
+    (near,) = made[name]["spec"]["affinity"]["podAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+    (spread,) = made[name]["spec"]["topologySpreadConstraints"]
+    for wanted, role_ in ((near["podAffinityTerm"], "staging"), (spread, name)):
+        of = wanted["labelSelector"]["matchLabels"].items()
+        assert [each for each in made if of <= made[each]["metadata"]["labels"].items()] == [role_]
+
+
 @pytest.mark.parametrize("name", ["prefill", "decode", "staging"])
 def test_pods_pass_the_restricted_level_of_pod_security(name: str) -> None:
     spec = pods(rendered())[name]["spec"]
@@ -155,7 +165,9 @@ def test_a_pool_that_staging_cannot_change_is_part_of_the_kv_generation() -> Non
     ("change", "is_new"),
     [
         ({"model": {**SPEC["model"], "hash": "def"}}, True),
-        ({"engine": {"blockSize": 32}}, True),
+        ({"engine": {**SPEC["engine"], "blockSize": 32}}, True),
+        ({"model": {**SPEC["model"], "headDim": 64}}, True),
+        ({"engine": {"lookahead": {"budgetBlocks": 128, "summary": "mid", "scoreAlpha": 0}}}, True),
         ({"engine": {"lookahead": {"budgetBlocks": 256}}}, True),
         ({"engine": {"lookahead": {"budgetBlocks": 128, "minCap": 8}}}, False),
         ({"image": "oasiskv/engine:0.5.0"}, False),
