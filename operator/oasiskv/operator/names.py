@@ -70,7 +70,7 @@ def check_names(name: str, namespace: str) -> None:
     Raises:
         ConfigError: It is too long; the message says the longest that is not.
     """
-    most = min(MAX_NAME, MAX_LABEL - len("-predictor-") - len(namespace))
+    most = max(0, min(MAX_NAME, MAX_LABEL - len("-predictor-") - len(namespace)))
     if len(name) > most:
         raise ConfigError(f"name: expected at most {most} characters in namespace {namespace}, got {len(name)}")
 

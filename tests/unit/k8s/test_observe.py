@@ -1,0 +1,182 @@
+from fractions import Fraction
+from typing import Any
+
+import pytest
+
+from oasiskv.operator.facts import Facts, Ref, Taint, Workload
+from oasiskv.operator.kinds import write
+from oasiskv.operator.observe import VERIFIED, Seen, observe
+from oasiskv.operator.reconcile import reconcile
+from oasiskv.operator.testing import service
+
+KV = "oasiskv.io/kv-generation"
+
+
+def labels(role: str, kv: str = "a", name: str = "chat") -> dict[str, str]:
+    return {"oasiskv.io/service": name, "oasiskv.io/role": role, KV: kv}
+
+
+def workload(kind: str, role: str, *, kv: str = "a", generation: int = 1, **status: Any) -> dict[str, Any]:
+    counts = {"observedGeneration": 1, "replicas": 2, "updatedReplicas": 2, "readyReplicas": 2}
+    pod = {"volumes": [{"name": "config", "configMap": {"name": f"chat-{role}-{kv}"}}, {"name": "tmp", "emptyDir": {}}]}
+    return {
+        "kind": kind,
+        "metadata": {"name": f"chat-{role}-{kv}", "generation": generation, "labels": labels(role, kv)},
+        "spec": {"replicas": 2, "template": {"metadata": {"labels": labels(role, kv)}, "spec": pod}},
+        "status": counts | status,
+    }
+
+
+def inference(kv: str = "a", *, observed: int = 1, annotations: dict[str, str] | None = None) -> dict[str, Any]:
+    return {
+        "kind": "InferenceService",
+        "metadata": {"name": "chat", "generation": 1, "labels": labels("decode", kv)}
+        | ({"annotations": annotations} if annotations else {}),
+        "spec": {"predictor": {"minReplicas": 2, "volumes": []}},
+        "status": {"observedGeneration": observed, "url": "http://chat"},
+    }
+
+
+def pod(role: str = "decode", **changes: Any) -> dict[str, Any]:
+    requests = {"cpu": "500m", "nvidia.com/gpu": 1}
+    made: dict[str, Any] = {
+        "metadata": {"name": "x", "namespace": "llm", "labels": labels(role)},
+        "spec": {"nodeName": "n", "containers": [{"resources": {"requests": requests}}, {}]},
+        "status": {"phase": "Running"},
+    }
+    return made | changes
+
+
+def node(**spec: Any) -> dict[str, Any]:
+    ready = [{"type": "MemoryPressure", "status": "False"}, {"type": "Ready", "status": "True"}]
+    return {
+        "metadata": {"name": "n", "labels": {"a": "b"}},
+        "spec": spec,
+        "status": {"allocatable": {"cpu": "4", "memory": "1Gi"}, "conditions": ready},
+    }
+
+
+def facts(**seen: Any) -> Facts:
+    return observe(Seen(service=service(), **seen), "2026-01-01T00:00:00Z")
+
+
+def test_a_cluster_with_nothing_in_it_is_what_a_new_service_sees() -> None:
+    assert facts() == Facts(now="2026-01-01T00:00:00Z", kinds=frozenset(), nodes=None)
+
+
+def test_workloads_are_found_by_kv_generation() -> None:
+    found = facts(children=[workload("Deployment", "prefill"), workload("StatefulSet", "staging", kv="b")])
+    done = Workload(desired=2, updated=2, ready=2, total=2)
+    assert (found.prefills, found.stagings) == ({"a": done}, {"b": done})
+    assert found.children == {Ref("Deployment", "chat-prefill-a"): "a", Ref("StatefulSet", "chat-staging-b"): "b"}
+    assert found.configs_in_use == {"chat-prefill-a", "chat-staging-b"}
+
+
+def test_a_report_about_an_older_generation_is_not_current() -> None:
+    assert not facts(children=[workload("Deployment", "prefill", generation=2)]).prefills["a"].is_current
+
+
+@pytest.mark.parametrize(
+    ("conditions", "message"),
+    [
+        ([{"type": "Available", "status": "False", "message": "no quorum"}], "no quorum"),
+        ([{"type": "ReplicaFailure", "status": "True", "message": "quota"}], "quota"),
+        ([{"type": "ReplicaFailure", "status": "False", "message": "fine"}], ""),
+        ([{"type": "Available", "status": "True", "message": "fine"}], ""),
+    ],
+)
+def test_what_a_controller_complains_of_is_passed_on(conditions: list[dict[str, str]], message: str) -> None:
+    made = facts(children=[workload("Deployment", "prefill", conditions=conditions)])
+    assert made.prefills["a"].message == message
+
+
+def test_decode_has_the_counts_of_the_deployment_that_kserve_made() -> None:
+    decode = facts(children=[inference()], decode=workload("Deployment", "decode")).decode
+    assert decode is not None
+    assert (decode.kv_generation, decode.url, decode.is_done) == ("a", "http://chat", True)
+
+
+@pytest.mark.parametrize(
+    ("made", "deployment"),
+    [
+        (inference("b"), workload("Deployment", "decode")),  # KServe has not written the Deployment yet
+        (inference(observed=0), workload("Deployment", "decode")),
+        (inference(), workload("Deployment", "decode", generation=2)),
+        (inference(), None),
+    ],
+)
+def test_decode_is_not_done_before_every_controller_has_seen_the_change(made: Any, deployment: Any) -> None:
+    decode = facts(children=[made], decode=deployment).decode
+    assert decode is not None
+    assert not decode.is_done
+
+
+def test_a_stopped_inference_service_is_done_without_a_deployment() -> None:
+    decode = facts(children=[inference(annotations={"serving.kserve.io/stop": "true"})]).decode
+    assert decode is not None
+    assert decode.is_done
+
+
+def test_pods_are_counted_while_they_are_there() -> None:
+    pods = [
+        pod(),
+        pod(metadata={"name": "y", "namespace": "llm", "labels": labels("decode", "b"), "deletionTimestamp": "now"}),
+        pod(status={"phase": "Failed"}),
+        pod(metadata={"name": "z", "namespace": "other", "labels": labels("decode")}),
+        pod("prefill"),
+    ]
+    assert facts(pods=pods).decode_pods == {"a": 1, "b": 1}
+
+
+def test_a_node_is_used_by_what_others_request_and_by_staging_but_not_by_own_engines() -> None:
+    other = {"name": "o", "namespace": "other", "labels": {}}
+    init = {"nodeName": "n", "containers": [{}], "initContainers": [{"resources": {"requests": {"memory": "1Gi"}}}]}
+    pods = [
+        pod(),
+        pod("prefill"),
+        pod("staging"),
+        pod(metadata=other),
+        pod(metadata=other, spec=init),
+        pod(metadata=other, status={"phase": "Succeeded"}),
+        pod(metadata=other, spec={"containers": [{}]}),
+    ]
+    (found,) = facts(nodes=[node()], pods=pods).nodes or ()
+    assert found.used == {"cpu": 1, "nvidia.com/gpu": 2, "memory": 2**30}
+    assert found.allocatable == {"cpu": Fraction(4), "memory": Fraction(2**30)}
+
+
+@pytest.mark.parametrize(("spec", "is_ready"), [({}, True), ({"unschedulable": True}, False)])
+def test_a_node_that_takes_no_pods_is_not_ready(spec: dict[str, Any], is_ready: bool) -> None:
+    (found,) = facts(nodes=[node(**spec)]).nodes or ()
+    assert found.is_ready is is_ready
+
+
+def test_a_node_without_a_good_report_is_not_ready() -> None:
+    made = node(taints=[{"key": "k", "effect": "NoSchedule"}])
+    made["status"]["conditions"][1]["status"] = "Unknown"
+    (found,) = facts(nodes=[made]).nodes or ()
+    assert (found.is_ready, found.taints) == (False, (Taint(key="k", value="", effect="NoSchedule"),))
+
+
+def test_a_status_that_was_written_is_read_again() -> None:
+    of = service()
+    status = reconcile(of, Facts(now="2026-01-01T00:00:00Z")).status
+    of["status"] = write(status)
+    assert observe(Seen(service=of), "now").status == status
+
+
+def test_a_status_that_cannot_be_read_is_as_none() -> None:
+    of = service()
+    of["status"] = {"roles": "all fine"}
+    assert observe(Seen(service=of), "now") == observe(Seen(service=service()), "now")
+
+
+def test_what_was_verified_is_in_an_annotation() -> None:
+    assert facts(children=[inference(annotations={VERIFIED: "r"})]).verified == {"r"}
+    assert facts(children=[inference()]).verified == frozenset()
+
+
+def test_a_profile_is_read_with_its_generation() -> None:
+    found = facts(profile={"metadata": {"generation": 3}, "spec": {"network": {"fabric": "Stream"}}}).profile
+    assert found is not None
+    assert (found.generation, found.spec.network.fabric) == (3, "Stream")
