@@ -1,0 +1,119 @@
+"""A real API server with etcd for tests, run from a folder of binaries as controller-runtime's envtest has it."""
+
+import json
+import secrets
+import socket
+import subprocess
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import rsa
+
+BINARIES = ("etcd", "kube-apiserver", "kubectl")
+CRDS = Path(__file__).parents[3] / "helm/oasiskv/crds"
+START_S = 60
+
+
+class ApiServer:
+    """An API server, spoken to by kubectl."""
+
+    def __init__(self, folder: Path, binaries: Path) -> None:
+        self._folder, self._binaries = folder, binaries
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._kubeconfig = folder / "kubeconfig"
+
+    def start(self) -> None:
+        """Start both processes and wait until the API server answers."""
+        ports = [_free_port() for _ in range(3)]
+        client, peer = (f"http://127.0.0.1:{port}" for port in ports[:2])
+        token = secrets.token_hex(16)
+        (self._folder / "tokens.csv").write_text(f"{token},admin,admin,system:masters\n")
+        _write_key(self._folder / "sa.key", self._folder / "sa.pub")
+        self._run(
+            "etcd",
+            data_dir=self._folder / "etcd",
+            unsafe_no_fsync="true",
+            listen_client_urls=client,
+            advertise_client_urls=client,
+            listen_peer_urls=peer,
+            initial_advertise_peer_urls=peer,
+            initial_cluster=f"default={peer}",
+        )
+        self._run(
+            "kube-apiserver",
+            etcd_servers=client,
+            bind_address="127.0.0.1",
+            secure_port=ports[2],
+            cert_dir=self._folder / "certs",
+            token_auth_file=self._folder / "tokens.csv",
+            service_account_issuer="https://kubernetes.default.svc",
+            service_account_key_file=self._folder / "sa.pub",
+            service_account_signing_key_file=self._folder / "sa.key",
+            authorization_mode="RBAC",
+            service_cluster_ip_range="10.0.0.0/16",
+            endpoint_reconciler_type="none",
+        )
+        config = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "clusters": [
+                {"name": "c", "cluster": {"server": f"https://127.0.0.1:{ports[2]}", "insecure-skip-tls-verify": True}}
+            ],
+            "users": [{"name": "u", "user": {"token": token}}],
+            "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u", "namespace": "llm"}}],
+            "current-context": "x",
+        }
+        self._kubeconfig.write_text(json.dumps(config))
+        deadline = time.monotonic() + START_S
+        while self.kubectl("get", "--raw", "/readyz").returncode:
+            assert time.monotonic() < deadline, f"no API server after {START_S} s: see {self._folder}"
+            assert all(process.poll() is None for process in self._processes), f"a process ended: see {self._folder}"
+            time.sleep(0.2)
+        self.check("create", "namespace", "llm")
+        self.check("apply", "-f", str(CRDS))  # without --server-side: what most people type has to work
+        self.check("wait", "--for=condition=established", f"--timeout={START_S}s", "-f", str(CRDS))
+
+    def stop(self) -> None:
+        """End both processes, etcd last: an API server without one does not end."""
+        for process in reversed(self._processes):
+            process.terminate()
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def kubectl(self, *arguments: str, put: Mapping[str, Any] | None = None) -> "subprocess.CompletedProcess[str]":
+        """Run kubectl; `put` goes to its standard input."""
+        command = [str(self._binaries / "kubectl"), f"--kubeconfig={self._kubeconfig}", *arguments]
+        text = None if put is None else json.dumps(put)
+        return subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+
+    def check(self, *arguments: str, put: Mapping[str, Any] | None = None) -> str:
+        """Run kubectl and return what it printed; it must succeed."""
+        done = self.kubectl(*arguments, put=put)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def _run(self, name: str, **flags: object) -> None:
+        command = [str(self._binaries / name)]
+        command += [f"--{flag.replace('_', '-')}={value}" for flag, value in flags.items()]
+        with (self._folder / f"{name}.log").open("wb") as log:
+            self._processes.append(subprocess.Popen(command, stdout=log, stderr=log))
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def _write_key(private: Path, public: Path) -> None:
+    key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+    pem = serialization.Encoding.PEM
+    none = serialization.NoEncryption()
+    private.write_bytes(key.private_bytes(pem, serialization.PrivateFormat.TraditionalOpenSSL, none))
+    public.write_bytes(key.public_key().public_bytes(pem, serialization.PublicFormat.SubjectPublicKeyInfo))
