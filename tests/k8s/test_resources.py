@@ -37,6 +37,8 @@ BAD: dict[str, dict[str, Any]] = {
     "a token for a claim": {"model": {**SPEC["model"], "tokenSecret": "a"}},
     "a profile with nothing to say": {"profile": {"name": "a"}, "placement": {}, "network": {}},
     "a quantity that is none": {"staging": {"memory": "1GiB"}},
+    "a newline at the end": {"image": "engine:1\n"},
+    "a letter that is not of ASCII": {"image": "engine:\u00e9"},
     "a text for a number": {"decode": {"replicas": "2"}},
 }
 

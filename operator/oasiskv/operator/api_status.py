@@ -36,6 +36,9 @@ class RoleStatus:
     desired: int = 0
     """That it shall have."""
 
+    current: int = 0
+    """That are there."""
+
     updated: int = 0
     """Of the newest revision."""
 

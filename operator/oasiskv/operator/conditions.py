@@ -129,6 +129,7 @@ def _role(name: str, role: str, workloads: Sequence[Workload]) -> RoleStatus:
         made = replace(
             made,
             desired=made.desired + each.desired,
+            current=made.current + each.total,
             updated=made.updated + each.updated,
             ready=made.ready + each.ready,
         )

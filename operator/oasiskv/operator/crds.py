@@ -53,7 +53,7 @@ SERVICE = Kind(
         ("Model", "string", ".spec.model.uri", 1),
         ("KV", "string", ".status.servingKvGeneration", 1),
     ),
-    scale=(".spec.decode.replicas", ".status.roles.decode.desired", ".status.roles.decode.selector"),
+    scale=(".spec.decode.replicas", ".status.roles.decode.current", ".status.roles.decode.selector"),
 )
 PROFILE = Kind(
     name="OasisKVProfile",

@@ -212,10 +212,15 @@ def _check(mark: object, value: Any, path: str) -> None:
     match mark:
         case Bounds(least, most) if not least <= value <= most:
             raise ConfigError(f"{path}: expected {least} to {most}, got {value!r}")
-        case Pattern(regex, example) if not re.search(regex, value):
+        case Pattern(regex, example) if not _matches(regex, value):
             raise ConfigError(f"{path}: expected something like {example}, got {value!r}")
-        case QuantityText() if not re.search(QUANTITY, value):
+        case QuantityText() if not _matches(QUANTITY, value):
             raise ConfigError(f"{path}: expected a quantity such as 500m, 16 or 128Gi, got {value!r}")
+
+
+def _matches(regex: str, value: str) -> bool:
+    """Return what RE2 would: letters are those of ASCII, and `$` is the end, not also a newline before it."""
+    return re.search(re.sub(r"\$$", r"\\Z", regex), value, re.ASCII) is not None
 
 
 def _word(hint: Any) -> str:
