@@ -78,6 +78,11 @@ class LookaheadConfig:
     """How captured steps on a GPU are ordered against the background: joined at the end of each step, by flags in
     device memory per layer, or whichever is faster for the number of requests."""
 
+    handover_mode: Literal["full", "partial", "capped"] = "capped"
+    """What a request that begins with KV from staging brings to this host: all blocks before its first step (full), or
+    its first set, and then the blocks that are selected: all of them (partial), or no more a step than the cap
+    (capped). Partial lifts the cap for every request of this engine."""
+
     debug_verify: bool = False
     """Compare every resident unit with its host unit before each attention, bit for bit. Slow; for tests."""
 
@@ -114,6 +119,7 @@ class LookaheadConfig:
             ("host_backing", ("private", "shared")),
             ("switch", ("auto", "early", "late")),
             ("signal", ("auto", "joined", "flags")),
+            ("handover_mode", ("full", "partial", "capped")),
         ):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name}: expected one of {', '.join(allowed)}, got {getattr(self, name)!r}")
@@ -135,6 +141,8 @@ class LookaheadConfig:
     @property
     def cap(self) -> int:
         """Blocks that a KV head may fetch per step."""
+        if self.handover_mode == "partial":
+            return self.budget_blocks
         return min(max(self.min_cap, int(self.fetch_ratio * self.budget_blocks)), self.budget_blocks)
 
     def within(self, max_blocks: int) -> Self:

@@ -247,7 +247,15 @@ class Inbox:
         return lease
 
     def admit(
-        self, blocks: StagedBlocks, slot: int, lease: str, table: torch.Tensor, layout: HandoverLayout, sinks: int
+        self,
+        blocks: StagedBlocks,
+        slot: int,
+        lease: str,
+        table: torch.Tensor,
+        layout: HandoverLayout,
+        sinks: int,
+        *,
+        brings_all: bool = False,
     ) -> None:
         """Lay out a request's first working set, its summary pages and its active block, and remember what is absent.
 
@@ -260,6 +268,7 @@ class Inbox:
             table: `int32[max_blocks]`: its block table.
             layout: Its handover.
             sinks: Blocks that every working set holds.
+            brings_all: Fetch every block, not the first set alone.
         """
         self.num_admitted += 1
         self._leases[slot] = lease
@@ -269,7 +278,11 @@ class Inbox:
         try:
             self._fetch_map(blocks, slot, lease, layout, sinks)
             self._fetch_pages(blocks, slot, lease, table, layout)
-            first_set = [(layer, slot, _distinct(resident[layer].long())) for layer in range(self._shape.num_layers)]
+            every = torch.arange(layout.num_complete)
+            first_set = [
+                (layer, slot, every if brings_all else _distinct(resident[layer].long()))
+                for layer in range(self._shape.num_layers)
+            ]
             self.admitted_bytes += self._fetch_blocks(blocks, first_set)
         except OasisError as error:
             self._failed[slot] = error

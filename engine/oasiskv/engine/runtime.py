@@ -378,7 +378,10 @@ class Runtime:
     def _admit(self, slot: int, table: torch.Tensor, admission: Admission) -> None:
         layout = HandoverLayout.of(admission.num_tokens, self.shape.block_size, self.sets.layout)
         self._seat(slot, table, layout.num_complete)
-        self.inbox.admit(self._staged, slot, admission.lease, table, layout, self.config.sink_blocks)
+        brings_all = self.config.handover_mode == "full"
+        self.inbox.admit(
+            self._staged, slot, admission.lease, table, layout, self.config.sink_blocks, brings_all=brings_all
+        )
         self.sets.stamp[:, slot] = stamp_of(self._step)
 
     def _switch(self, slot: int, table: torch.Tensor, num_complete: int) -> None:

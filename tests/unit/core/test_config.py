@@ -41,6 +41,7 @@ BAD: dict[str, list[Any]] = {
     "switch": ["never", None, 0],
     "signal": ["events", None, 1],
     "host_limit_bytes": [0, "-1GiB", "lots", False, 1.5, float("inf")],
+    "handover_mode": ["all", "", None, True],
     "debug_verify": ["yes", None, 2, 1, 0, 1.0],
     "debug_hold_layers": [-1, 1.5, "1", True],
     "debug_poison": ["no", None, 2, 1, 0],
@@ -79,6 +80,11 @@ def test_the_cap_is_a_share_of_the_budget_between_the_floor_and_the_budget(
 ) -> None:
     config = LookaheadConfig(budget_blocks=budget_blocks, fetch_ratio=fetch_ratio, min_cap=min_cap)
     assert config.cap == cap
+
+
+def test_partial_handovers_know_no_cap() -> None:
+    assert LookaheadConfig(budget_blocks=32, handover_mode="partial").cap == 32
+    assert LookaheadConfig(budget_blocks=32, handover_mode="full").cap == LookaheadConfig(budget_blocks=32).cap == 4
 
 
 def test_sinks_leave_room_for_at_least_one_block_that_may_go() -> None:

@@ -248,6 +248,24 @@ def test_what_is_never_selected_never_crosses_and_nothing_crosses_twice(make: Ma
     assert inbox.full_bytes == 20 * SHAPE.num_layers * part_bytes
 
 
+@pytest.mark.parametrize("mode", ["full", "partial"])
+def test_every_mode_gives_what_one_worker_gives(make: Make, mode: str) -> None:
+    single, sender = make(handover_mode=mode), make(handover_mode=mode)
+    receiver = make(ThreadPipeline(SHAPE.num_layers, hold_layers=1), handover_mode=mode)
+    shelf, num_tokens = Shelf(), 19 * BLOCK + 7
+    hand_over(sender, shelf, num_tokens)
+    expected = prefill(single, num_tokens)
+    receiver.runtime.attach(shelf)
+    assert_equal(receiver.run(admission(receiver, num_tokens), [row("a", num_tokens, 1)]), expected)
+    for step in range(1, 2 * BLOCK + 3):
+        rows = [row("a", num_tokens + step, 1)]
+        assert_equal(receiver.run(StepCommands(), rows), single.run(StepCommands(), rows))
+    counts = receiver.runtime.counts()
+    assert set(shelf.reads.values()) == {1}
+    assert (counts["missed"] == 0) == (mode == "full")
+    assert (counts["admitted_bytes"] > counts["handover_bytes"]) == (mode == "full")
+
+
 def test_misses_of_all_requests_are_read_together_layer_by_layer(make: Make) -> None:
     sender, receiver, shelf = make(), make(), Shelf()
     hand_over(sender, shelf, 19 * BLOCK, "a", "lease a")
