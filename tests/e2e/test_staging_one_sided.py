@@ -313,6 +313,12 @@ def test_a_call_with_a_wrong_shape_is_refused_by_name_and_writes_nothing(server:
         if way == "one-sided":
             with pytest.raises(InvalidRequestError, match=r"^buffer"):
                 peer.fetch(lease, [0, 1], 0, np.zeros_like(out)).result()
+            fresh = peer.allocate(2).result()
+            with pytest.raises(InvalidRequestError, match=r"^buffer"):
+                peer.put(fresh, [0, 1], 0, np.ones_like(out)).result()
+            assert fresh.sums is not None
+            assert not fresh.sums.any()
+            peer.release(fresh)
         assert not out.any()
         with pytest.raises(InvalidRequestError, match=r"^buffer"):
             peer.register(out[:, :, ::2])

@@ -96,6 +96,14 @@ class NixlAgent:
         self._registered.append((start, start + num_bytes))
         self._kept.append(memory)
 
+    def require(self, memory: NDArray[np.uint8]) -> None:
+        """Refuse contiguous memory that is not within what was registered.
+
+        Raises:
+            InvalidRequestError: It is not.
+        """
+        self._require(memory.ctypes.data, memory.ctypes.data + memory.nbytes)
+
     def metadata(self) -> bytes:
         """Return what another agent needs to reach this one and all that is registered so far."""
         found: bytes = self._agent.getLocalMD()
@@ -141,8 +149,7 @@ class NixlAgent:
             PeerUnavailableError: The other side is away; some bytes may have been copied.
         """
         here, there, sizes = _joined(local, remote_addresses, num_bytes)
-        if not any(start <= here.min() and (here + sizes).max() <= end for start, end in self._registered):
-            raise InvalidRequestError("buffer: expected memory within one that was registered")
+        self._require(int(here.min()), int((here + sizes).max()))
         rows = np.zeros((2, len(here), 3), np.uint64)
         rows[0, :, 0], rows[1, :, 0], rows[:, :, 1] = here, there, sizes
         bindings = self._bindings
@@ -154,6 +161,10 @@ class NixlAgent:
             raise PeerUnavailableError(f"nixl: expected a transfer to begin, got {cause}; nothing is copied") from cause
         return Transfer(self._agent, bindings, handle)
 
+    def _require(self, first: int, last: int) -> None:
+        if not any(start <= first and last <= end for start, end in self._registered):
+            raise InvalidRequestError("buffer: expected memory within one that was registered")
+
 
 class Transfer:
     """A copy under way."""
@@ -163,6 +174,11 @@ class Transfer:
         self._bindings = bindings
         self._handle = handle
         self._status = self._try(lambda: agent.postXferReq(handle, ""))
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it was over when it was last looked at, well or not; `wait` returns at once then."""
+        return bool(self._status != self._bindings.NIXL_IN_PROG)
 
     def wait(self, timeout_s: float) -> None:
         """Return when all bytes are there.

@@ -246,11 +246,8 @@ class Mover:
             now = self._pool.generations[block_ids]
         else:
             assert self._pool is not None
-            self._pool.read(block_ids, first_part, out, self._timeout_s, verify)
-            if self._pool.reads_generations:
-                now = self._pool.generations(block_ids, self._timeout_s)
-            else:
-                now = self._describe(lease, block_indices.tolist()).generations
+            read = self._pool.read(block_ids, first_part, out, self._timeout_s, verify)
+            now = self._describe(lease, block_indices.tolist()).generations if read is None else read
         is_right &= now == generations
         return is_right
 

@@ -2,7 +2,9 @@
 
 import math
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,8 +12,11 @@ from numpy.typing import NDArray
 from oasiskv.protos.staging.v1 import staging_pb2 as pb
 from oasiskv.services.nixl import NixlAgent, Transfer
 
-CHUNK_BYTES = 8 * 2**20
-"""Of a large read: while one is under way, the one before it is verified."""
+CHUNK_BYTES = 64 * 2**20
+"""Most bytes of one transfer."""
+MIN_CHUNK_BYTES = 8 * 2**20
+READ_CHUNKS = 6
+"""Into which a read is cut, so that little is left to verify when all has arrived."""
 MIN_GENERATIONS = 1024
 SPAN_PER_BLOCK = 512
 """Generations that are read at most for one that is wanted: 4 KiB, about what a piece costs beside its bytes."""
@@ -48,6 +53,7 @@ class OneSidedPool:
         self._generations_address = np.uint64(offer.generations_address)
         self._shape = (registered.num_blocks, registered.num_parts, registered.part_bytes)
         self._generations = np.zeros(0, np.uint64)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="oasiskv-staging-sums")
 
     @property
     def reads_generations(self) -> bool:
@@ -65,7 +71,7 @@ class OneSidedPool:
         out: NDArray[np.uint8],
         timeout_s: float,
         on_chunk: Callable[[slice], None],
-    ) -> None:
+    ) -> NDArray[np.uint64] | None:
         """Copy parts of blocks from the service; whether they are right is for the caller to find out.
 
         Args:
@@ -73,25 +79,39 @@ class OneSidedPool:
             first_part: Of the k parts of each block.
             out: `[n, k, part_bytes]`, within registered memory.
             timeout_s: For each chunk.
-            on_chunk: Called with the places of blocks that have arrived, while others are under way.
+            on_chunk: Called in a thread of the pool with the places of blocks that have arrived, while others are
+                under way.
+
+        Returns:
+            The generations of the blocks after the copy, `[n]`; None where they have to be asked for.
 
         Raises:
             InvalidRequestError: `out` is not registered; nothing is copied.
             PeerUnavailableError: The service's agent is away; `out` may hold a part.
             TransferTimeoutError: The service did not answer in time; `out` may be written to until `close`.
         """
-        chunks = self._chunks(out)
+        chunks = self._chunks(out, max(MIN_CHUNK_BYTES, out.nbytes // READ_CHUNKS))
         transfers: list[Transfer] = []
-        try:
-            for i in range(len(chunks) + 1):
-                if i < len(chunks):
-                    transfers.append(self._start(block_ids[chunks[i]], first_part, out[chunks[i]], is_read=True))
-                if i:
-                    transfers[i - 1].wait(timeout_s)
-                    on_chunk(chunks[i - 1])
-        finally:
-            for transfer in transfers:
-                transfer.cancel()
+        with self._beside(on_chunk) as check:
+
+            def arrived(transfer: Transfer, chunk: slice) -> None:
+                transfer.wait(timeout_s)
+                check(chunk)
+
+            try:
+                for i, chunk in enumerate(chunks):
+                    # Shared memory copies within `start`, and what is there can be looked at during the next.
+                    is_there = i > 0 and transfers[-1].has_ended
+                    if is_there:
+                        arrived(transfers[-1], chunks[i - 1])
+                    transfers.append(self._start(block_ids[chunk], first_part, out[chunk], is_read=True))
+                    if i and not is_there:
+                        arrived(transfers[-2], chunks[i - 1])
+                arrived(transfers[-1], chunks[-1])
+            finally:
+                for transfer in transfers:
+                    transfer.cancel()
+            return self.generations(block_ids, timeout_s) if self.reads_generations else None
 
     def write(
         self,
@@ -102,18 +122,30 @@ class OneSidedPool:
         on_chunk: Callable[[slice], None],
     ) -> None:
         """Copy parts of blocks to the service, `data` as `out` of `read`, with `on_chunk` meanwhile; raises as it."""
-        chunks = self._chunks(data)
+        self._agent.require(data)  # before anything is noted of bytes that will not go
         transfers: list[Transfer] = []
+        with self._beside(on_chunk) as note:
+            try:
+                for chunk in self._chunks(data, CHUNK_BYTES):
+                    note(chunk)
+                    transfers.append(self._start(block_ids[chunk], first_part, data[chunk], is_read=False))
+                    if len(transfers) > 1:
+                        transfers[-2].wait(timeout_s)
+                transfers[-1].wait(timeout_s)
+            finally:
+                for transfer in transfers:
+                    transfer.cancel()
+
+    @contextmanager
+    def _beside(self, work: Callable[[slice], None]) -> Iterator[Callable[[slice], None]]:
+        """Yield a way to have chunks worked on in the pool's thread; at the end all of them are, whatever happened."""
+        started: list[Future[None]] = []
         try:
-            for chunk in chunks:
-                transfers.append(self._start(block_ids[chunk], first_part, data[chunk], is_read=False))
-                on_chunk(chunk)
-                if len(transfers) > 1:
-                    transfers[-2].wait(timeout_s)
-            transfers[-1].wait(timeout_s)
+            yield lambda chunk: started.append(self._thread.submit(work, chunk))
         finally:
-            for transfer in transfers:
-                transfer.cancel()
+            wait(started)
+        for one in started:
+            one.result()
 
     def generations(self, block_ids: NDArray[np.uint64], timeout_s: float) -> NDArray[np.uint64]:
         """Return the generations of blocks, `[n]`, as they are now; raises as `read`."""
@@ -144,9 +176,10 @@ class OneSidedPool:
     def close(self) -> None:
         """End the connection; memory that was registered is written no more."""
         self._agent.disconnect(self._remote)
+        self._thread.shutdown()
 
-    def _chunks(self, pieces: NDArray[np.uint8]) -> list[slice]:
-        step = max(1, CHUNK_BYTES // math.prod(pieces.shape[1:]))
+    def _chunks(self, pieces: NDArray[np.uint8], num_bytes: int) -> list[slice]:
+        step = max(1, min(num_bytes, CHUNK_BYTES) // math.prod(pieces.shape[1:]))
         return [slice(start, start + step) for start in range(0, len(pieces), step)]
 
     def _start(

@@ -19,7 +19,7 @@ from oasiskv.services.tracing import server_span
 logger = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
-Observe = Callable[[], AbstractContextManager[None]]
+Observe = Callable[[Context], AbstractContextManager[None]]
 
 
 class EdgeInterceptor(grpc.aio.ServerInterceptor):
@@ -36,6 +36,7 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
         self._metrics = metrics
         self._max_call_s = max_call_s
         self._unlimited = unlimited
+        self._handlers: dict[str, tuple[Any, Any]] = {}
 
     async def intercept_service(
         self,
@@ -47,8 +48,16 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
         if handler is None:
             return None
         method = handler_call_details.method
+        known, edged = self._handlers.get(method, (None, None))
+        if known is not handler:
+            # Servicers' handlers stay the same, so each is wrapped once.
+            edged = self._around(handler, method)
+            self._handlers[method] = (handler, edged)
+        return edged
+
+    def _around(self, handler: Any, method: str) -> Any:
         max_s = None if method in self._unlimited else self._max_call_s
-        observe = partial(self._observe, method, handler_call_details.invocation_metadata, handler.response_streaming)
+        observe = partial(self._observe, method, handler.response_streaming)
         serializers = (_tolerant(handler.request_deserializer), handler.response_serializer)
         match handler.request_streaming, handler.response_streaming:
             case False, False:
@@ -65,11 +74,11 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
                 return grpc.stream_stream_rpc_method_handler(stream, *serializers)
 
     @contextmanager
-    def _observe(self, method: str, metadata: Any, is_stream: bool) -> Iterator[None]:
+    def _observe(self, method: str, is_stream: bool, context: Context) -> Iterator[None]:
         """Count a call, and be in its span."""
         start_s = time.perf_counter()
         result = "ok"
-        with server_span(method, metadata, is_stream) as span:
+        with server_span(method, context.invocation_metadata(), is_stream) as span:
             try:
                 yield
             except Exception as error:
@@ -89,7 +98,7 @@ def _unary(
 ) -> Callable[..., Awaitable[Any]]:
     async def handle(request: Any, context: Context) -> Any:
         try:
-            with observe():
+            with observe(context):
                 async with asyncio.timeout(max_s):
                     return await behaviour(_checked(request), context)
         except Exception as error:
@@ -108,7 +117,7 @@ def _stream(
             await _abort(context, method, error)
             return
         try:
-            with observe():
+            with observe(context):
                 async with asyncio.timeout(max_s):
                     async for response in responses:
                         yield response

@@ -151,6 +151,8 @@ class _Bench:
                 "plain_gb_per_s": _rounded(pieces.nbytes / plain_s / 1e9),
                 # Of pairs that follow one another, so that what else the host does falls on both.
                 "share": _rounded(statistics.median(one / other for one, other in pairs)),
+                # Of the fastest of each: what is left when the host does nothing else for a moment.
+                "best_share": _rounded(min(one for one, _ in pairs) / min(other for _, other in pairs)),
             }
         return row
 
