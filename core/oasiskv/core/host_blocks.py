@@ -25,6 +25,7 @@ class HostBlockManager:
         num_blocks: int,
         on_evict: Callable[[bytes], None] | None = None,
         on_cached: Callable[[bytes], None] | None = None,
+        on_free: Callable[[int], None] | None = None,
     ) -> None:
         """Start with all blocks free.
 
@@ -32,6 +33,8 @@ class HostBlockManager:
             num_blocks: Capacity of the host pool of every rank, in host blocks.
             on_evict: Called with the block key of a block that is evicted, before its id is given out.
             on_cached: Called with the block key of a block that no request references any more.
+            on_free: Called with the id of a block that nobody references or finds any more; not of one that is evicted,
+                which has its next owner at once.
         """
         if num_blocks <= 0:
             raise ConfigError(f"num_blocks: expected a positive number, got {num_blocks}")
@@ -46,6 +49,7 @@ class HostBlockManager:
         self._block_of: dict[bytes, int] = {}
         self._on_evict = on_evict
         self._on_cached = on_cached
+        self._on_free = on_free
 
     @property
     def num_blocks(self) -> int:
@@ -155,7 +159,7 @@ class HostBlockManager:
         del self._block_of[block_key]
         if block_id in self._cached:
             del self._cached[block_id]
-            self._free.append(block_id)
+            self._set_free(block_id)
 
     def adopt(self, request_id: str, block_keys: Iterable[bytes]) -> list[int]:
         """Start a request with the longest prefix of blocks whose keys are found, and return their ids.
@@ -272,4 +276,9 @@ class HostBlockManager:
             if self._on_cached is not None:
                 self._on_cached(self._key_of[block_id])
         else:
-            self._free.append(block_id)
+            self._set_free(block_id)
+
+    def _set_free(self, block_id: int) -> None:
+        self._free.append(block_id)
+        if self._on_free is not None:
+            self._on_free(block_id)

@@ -34,6 +34,7 @@ class LeaseTable:
         generations: NDArray[np.uint64] | None = None,
         on_change: Callable[[bytes, bool], None] | None = None,
         on_cached: Callable[[bytes], None] | None = None,
+        on_free: Callable[[int], None] | None = None,
         new_id: Callable[[], str] = lambda: secrets.token_hex(16),
     ) -> None:
         """Start with all blocks free.
@@ -45,6 +46,7 @@ class LeaseTable:
                 readers see. None to keep them here.
             on_change: Called with a block key and whether it can be found from now on.
             on_cached: Called with the key of a block that no lease references any more; it can be evicted from now on.
+            on_free: Called with the id of a block whose content nobody can use any more, and that is not given out.
             new_id: Makes identifiers; they must be unguessable where peers do not trust one another.
         """
         self._config = config
@@ -52,7 +54,10 @@ class LeaseTable:
         self._new_id = new_id
         self._on_change = on_change or (lambda block_key, is_held: None)
         self.blocks = HostBlockManager(
-            config.num_blocks, on_evict=lambda block_key: self._on_change(block_key, False), on_cached=on_cached
+            config.num_blocks,
+            on_evict=lambda block_key: self._on_change(block_key, False),
+            on_cached=on_cached,
+            on_free=on_free,
         )
         """Who owns which block; others than this table change it only for an owner of `temporary_owner`."""
         self.generations = np.zeros(config.num_blocks, np.uint64) if generations is None else generations

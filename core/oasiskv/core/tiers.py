@@ -91,6 +91,7 @@ class Tiers:
         generations: NDArray[np.uint64] | None = None,
         on_change: Callable[[bytes, bool], None] | None = None,
         on_spill_due: Callable[[], None] = lambda: None,
+        on_free: Callable[[int], None] | None = None,
         new_id: Callable[[], str] | None = None,
     ) -> None:
         """Start with all blocks free.
@@ -102,6 +103,7 @@ class Tiers:
             generations: As for `LeaseTable`.
             on_change: Called with a block key and whether any tier holds it from now on.
             on_spill_due: Called when `prepare_spill` has something to do.
+            on_free: As for `LeaseTable`.
             new_id: As for `LeaseTable`.
         """
         self._on_change = on_change or (lambda block_key, is_held: None)
@@ -121,6 +123,7 @@ class Tiers:
             generations=generations,
             on_change=self._memory_changed,
             on_cached=self._cached if num_disk_blocks else None,
+            on_free=on_free,
             **ids,
         )
 

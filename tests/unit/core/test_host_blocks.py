@@ -246,3 +246,27 @@ def test_a_hundred_thousand_blocks_change_owner_twice() -> None:
         manager.extend(f"new-{request}", 10_000)
     assert (manager.num_free, manager.num_cached) == (0, 0)
     manager.check_invariants()
+
+
+def test_a_block_is_said_to_be_free_when_nobody_has_or_finds_it_and_not_when_it_is_evicted() -> None:
+    freed: list[int] = []
+    manager = HostBlockManager(3, on_free=freed.append)
+    first, second, third = manager.extend("a", 3)
+    manager.seal("a", 0, b"k")
+    manager.fork("a", "b")
+    manager.release("a")
+    assert freed == []
+    manager.release("b")
+    assert freed == [third, second]
+    manager.forget(first)
+    assert freed == [third, second, first]
+    manager.extend("c", 3)
+    manager.seal("c", 0, b"k")
+    manager.truncate("c", 1)
+    manager.release("c")
+    del freed[:]
+    manager.extend("d", 3)
+    assert freed == []
+    manager.seal_or_share("d", 0, b"x")
+    manager.seal_or_share("d", 1, b"x")
+    assert len(freed) == 1

@@ -122,6 +122,8 @@ async def run(config: ProcessConfig) -> None:
             resources.push_async_callback(service.disk_tier.stop)
             await service.disk_tier.start()
             gc.freeze()  # the index of the disk stays: no collection has to walk through it, and stop calls
+        resources.push_async_callback(service.wiper.stop)
+        service.wiper.start()
         transport = choose(staging.transport, is_strict=staging.is_strict, has_tls=config.server.tls is not None)
         devices = net_devices(config.server.address)
         data_plane = DataPlane(transport, memory, is_remote=staging.locality == "remote", devices=devices)

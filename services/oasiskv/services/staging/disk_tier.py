@@ -14,6 +14,7 @@ from typing import TypeVar
 from oasiskv.core.tiers import BlockStatus, Load, Spill, Tiers
 from oasiskv.services.staging.disk_file import DiskConfig, DiskFile
 from oasiskv.services.staging.memory import StagingMemory
+from oasiskv.services.staging.wiper import Wiper
 from oasiskv.services.threads import in_thread
 from oasiskv.services.tracing import TRACER
 
@@ -30,12 +31,13 @@ class DiskTier:
     its blocks are in memory: as many at a time as there are readers, in order of block index.
     """
 
-    def __init__(self, config: DiskConfig, file: DiskFile, tiers: Tiers, memory: StagingMemory) -> None:
+    def __init__(self, config: DiskConfig, file: DiskFile, tiers: Tiers, memory: StagingMemory, wiper: Wiper) -> None:
         """Take over the file, which `stop` closes."""
         self._config = config
         self._file = file
         self._tiers = tiers
         self._memory = memory
+        self._wiper = wiper
         self._threads = ThreadPoolExecutor(config.num_readers + config.num_writers, thread_name_prefix="disk")
         self._due = asyncio.Event()
         self._writers: list[asyncio.Task[None]] = []
@@ -91,7 +93,9 @@ class DiskTier:
             self._reading.release()
 
     async def _read_all(self, load: Load) -> None:
-        self._memory.take([block_id for _, block_id in load.reads.values()])
+        block_ids = [block_id for _, block_id in load.reads.values()]
+        await self._wiper.taken(block_ids)
+        self._memory.take(block_ids)
         waiting = iter(list(load.reads))
         attributes: dict[str, str | int] = {"oasiskv.tier": "disk", "oasiskv.blocks": len(load.reads)}
         with TRACER.start_as_current_span("kv.load", attributes=attributes):

@@ -79,12 +79,17 @@ class StagingMemory:
         self.is_corrupt[block_ids] = False
         self._is_dirty[block_ids] = True
 
-    def wipe(self, block_ids: Iterable[int]) -> None:
-        """Set blocks to 0 that were given out before; they count as given out from now on."""
+    def clear(self, block_ids: Iterable[int]) -> None:
+        """Set blocks to 0 that were given out since they were last set to it."""
         for block_id in block_ids:
             if self._is_dirty[block_id]:
                 self.parts[block_id] = 0
-            self._is_dirty[block_id] = True
+                self._is_dirty[block_id] = False
+
+    def wipe(self, block_ids: Sequence[int]) -> None:
+        """Give blocks out with all bytes 0."""
+        self.clear(block_ids)
+        self._is_dirty[block_ids] = True
 
     def close(self) -> None:
         """Close the descriptors; the memory goes with the last mapping, of this process and of others."""

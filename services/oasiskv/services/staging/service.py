@@ -29,6 +29,7 @@ from oasiskv.services.staging.disk_file import DiskConfig, DiskFile
 from oasiskv.services.staging.disk_tier import DISK_ERRORS, DiskTier
 from oasiskv.services.staging.fabric import TRANSPORTS
 from oasiskv.services.staging.memory import HUGE_PAGES, StagingMemory
+from oasiskv.services.staging.wiper import Wiper
 from oasiskv.services.threads import in_thread
 
 logger = logging.getLogger(__name__)
@@ -172,6 +173,7 @@ class StagingService:
         self.num_missed = {status.value: 0 for status in BlockStatus if status is not BlockStatus.INTACT}
         """Leases by key that ended before the last key that was asked for, by what became of the next block."""
         self.is_draining = False
+        self.wiper = Wiper(memory)
         self.tiers = Tiers(
             config.leases,
             clock,
@@ -179,9 +181,12 @@ class StagingService:
             generations=memory.generations,
             on_change=self.changes.add,
             on_spill_due=lambda: self.disk_tier.spill_is_due() if self.disk_tier else None,
+            on_free=self.wiper.freed,
         )
         self.leases = self.tiers.leases
-        self.disk_tier = DiskTier(config.disk, disk_file, self.tiers, memory) if config.disk and disk_file else None
+        self.disk_tier: DiskTier | None = None
+        if config.disk and disk_file:
+            self.disk_tier = DiskTier(config.disk, disk_file, self.tiers, memory, self.wiper)
         self.directory = Directory(
             config.directory, config.fingerprint, self.epoch, self.changes, self.tiers.is_held, self._load
         )
@@ -239,6 +244,7 @@ class StagingService:
         self.memory.is_corrupt[block_ids] = False
         try:
             with self.leases.hold(peer_id, lease_id):
+                await self.wiper.taken(block_ids)
                 await in_thread(partial(self.memory.wipe, block_ids))
             # The lease may have ended meanwhile; then nobody must write to its blocks.
             self.leases.writable(peer_id, lease_id)
