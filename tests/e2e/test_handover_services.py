@@ -1,16 +1,13 @@
 """Router, servicers and clients of prefill and decode over real gRPC and a real staging service, without engines."""
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
-from oasiskv.core.config import LookaheadConfig
 from oasiskv.core.errors import (
     EngineFailedError,
     InvalidRequestError,
@@ -18,159 +15,21 @@ from oasiskv.core.errors import (
     PoolExhaustedError,
     RequestAbortedError,
 )
-from oasiskv.core.fingerprint import Fingerprint
-from oasiskv.core.generation import Generated, Handover, Logprob, Sampling
-from oasiskv.core.service_config import DecodeConfig, EngineConfig
+from oasiskv.core.generation import Generated, Logprob, Sampling
+from oasiskv.core.service_config import DecodeConfig
 from oasiskv.protos.decode.v1 import decode_pb2, decode_pb2_grpc
 from oasiskv.protos.generation.v1 import generation_pb2 as pb
 from oasiskv.protos.prefill.v1 import prefill_pb2, prefill_pb2_grpc
-from oasiskv.protos.staging.v1 import staging_pb2
-from oasiskv.services.clients.link import StagingLink
-from oasiskv.services.clients.session import SessionConfig, StagingSession
-from oasiskv.services.clients.staging import StagingClient
 from oasiskv.services.decode.router import Router
 from oasiskv.services.decode.service import DecodeService
 from oasiskv.services.decode.servicer import DecodeServicer
 from oasiskv.services.generation import sampling_message, sampling_of
-from oasiskv.services.prefill.service import Counts
-from oasiskv.services.prefill.servicer import PrefillServicer
 from oasiskv.services.rpc.server import RpcServer, ServerConfig
 from oasiskv.services.rpc.status import error_of
-from oasiskv.services.staging.process import StagingProcess
+from oasiskv.services.testing_handover import ENGINE, FINGERPRINT, World, run_world
 
-FINGERPRINT = Fingerprint(model_hash="m", dtype="float16", block_size=16, num_layers=3, num_kv_heads=2, head_dim=8)
-ENGINE = EngineConfig(model="m", lookahead=LookaheadConfig(budget_blocks=4))
 PROMPT = list(range(100))
 GREEDY = Sampling(temperature=0)
-
-
-class FakePrefill:
-    """A prefill service that stages nothing but hands real leases over."""
-
-    def __init__(self, session: StagingSession) -> None:
-        self.session = session
-        self.is_ready = True
-        self.is_draining = False
-        self.counts = Counts()
-        self.num_requests = 0
-        self.num_waiting_tokens = 0
-        self.asked: list[tuple[Any, Sampling]] = []
-        self.error: Exception | None = None
-        self.changes: dict[str, Any] = {}
-        self.may_answer = asyncio.Event()
-        self.may_answer.set()
-        self.was_cancelled = False
-
-    async def prefill(self, request_id: str, prompt: Any, sampling: Sampling) -> tuple[Handover, list[int]]:
-        self.asked.append((prompt, sampling))
-        try:
-            await self.may_answer.wait()
-        except asyncio.CancelledError:
-            self.was_cancelled = True
-            raise
-        if self.error is not None:
-            raise self.error
-        entries = [Logprob(token_id=7, logprob=-0.5, rank=1)]
-        first = Handover(first_token_id=7, first_logprobs=entries, num_tokens=len(prompt), num_blocks=2)
-        first = replace(first, budget_blocks=4, summary="minmax")
-        if "finish_reason" not in self.changes:
-            lease = await asyncio.wrap_future(self.session.allocate(2))
-            data = self.blank[: 2 * 3].reshape(2, 3, -1)
-            self.session.put(lease, range(2), 0, data)
-            keys = [request_id.encode() + bytes([index]) for index in range(2)]
-            await asyncio.wrap_future(self.session.seal(lease, range(2), keys))
-            first = replace(first, handle=await asyncio.wrap_future(self.session.hand_off(lease)))
-        return replace(first, **self.changes), [1, 2] if isinstance(prompt, str) else prompt
-
-    @property
-    def blank(self) -> Any:
-        import numpy as np
-
-        if not hasattr(self, "_blank"):
-            self._blank = np.zeros((6, FINGERPRINT.part_bytes), np.uint8)
-            self.session.register(self._blank)
-        return self._blank
-
-    def abort(self, request_ids: Sequence[str]) -> int:
-        return len(request_ids)
-
-    def drain(self) -> int:
-        self.is_draining = True
-        return 3
-
-
-@dataclass
-class World:
-    router: Router
-    prefills: list[FakePrefill]
-    servers: list[RpcServer]
-    staging: StagingClient
-
-    async def num_held(self) -> int:
-        stats = await self.staging.call(self.staging.stub.Stats, staging_pb2.StatsRequest())
-        return int(stats.num_leases)
-
-    async def until_ready(self, expected: bool) -> None:
-        async with asyncio.timeout(15):
-            while self.router.is_ready != expected:
-                await asyncio.sleep(0.05)
-
-    async def until_nothing_is_held(self) -> None:
-        async with asyncio.timeout(15):
-            while await self.num_held():
-                await asyncio.sleep(0.05)
-
-
-def run(tmp_path: Path, test: Callable[[World], Awaitable[None]], num_prefills: int = 1) -> None:
-    """Run a test with prefill services on loopback and a router that found all of them ready."""
-
-    async def attach(maker: str, arguments: dict[str, Any]) -> None:
-        pass
-
-    async def within(process: StagingProcess) -> None:
-        async with contextlib.AsyncExitStack() as resources:
-            prefills, servers = [], []
-            for index in range(num_prefills):
-                writes = SessionConfig(
-                    address=process.address, fingerprint=FINGERPRINT, name=f"p{index}", may_write=True, ttl_s=2.0
-                )
-                session = await asyncio.to_thread(StagingSession, writes)
-                resources.push_async_callback(asyncio.to_thread, session.close)
-                prefills.append(FakePrefill(session))
-                servicer: Any = PrefillServicer(prefills[-1], process.address, 2000)  # type: ignore[arg-type]
-
-                def add(server: grpc.aio.Server, servicer: Any = servicer) -> None:
-                    prefill_pb2_grpc.add_PrefillServicer_to_server(servicer, server)
-
-                servers.append(await RpcServer.start(ServerConfig(address="127.0.0.1:0"), add, ()))
-                resources.push_async_callback(servers[-1].stop, 0.0)
-            config = DecodeConfig(
-                address="127.0.0.1:0",
-                http_address="127.0.0.1:0",
-                fingerprint=FINGERPRINT,
-                engine=ENGINE,
-                prefills=tuple(f"127.0.0.1:{server.port}" for server in servers),
-                staging=process.address,
-                max_call_s=5.0,
-            )
-            router = Router(config)
-            reads = SessionConfig(address=process.address, fingerprint=FINGERPRINT, name="d", may_write=False)
-            assert router.link is None
-            router.link = StagingLink(reads, attach)
-            tasks = [asyncio.create_task(router.run()), asyncio.create_task(router.link.run())]
-            staging = await resources.enter_async_context(StagingClient(process.address))
-            try:
-                async with asyncio.timeout(20):
-                    while not all([router.is_ready, *(peer.is_ready for peer in router._peers)]):
-                        await asyncio.sleep(0.02)
-                await test(World(router, prefills, servers, staging))
-            finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
-
-    with StagingProcess(tmp_path, FINGERPRINT, 16, leases={"max_ttl_s": 5.0}) as process:
-        asyncio.run(within(process))
 
 
 def test_a_prompt_begins_at_a_prefill_service_and_its_lease_is_held_until_the_end(tmp_path: Path) -> None:
@@ -188,7 +47,7 @@ def test_a_prompt_begins_at_a_prefill_service_and_its_lease_is_held_until_the_en
         assert world.router.num_leases == 0
         await world.until_nothing_is_held()
 
-    run(tmp_path, check)
+    run_world(tmp_path, check)
 
 
 def test_a_first_token_that_ends_the_request_leaves_no_lease(tmp_path: Path) -> None:
@@ -199,7 +58,7 @@ def test_a_first_token_that_ends_the_request_leaves_no_lease(tmp_path: Path) -> 
         assert (begun.first.finish_reason, begun.lease) == ("stop", "")
         assert world.router.num_handovers == 0
 
-    run(tmp_path, check)
+    run_world(tmp_path, check)
 
 
 @pytest.mark.parametrize("change", [{"budget_blocks": 5}, {"summary": "mid"}, {"num_tokens": 99}, {"num_blocks": 3}])
@@ -210,7 +69,7 @@ def test_a_handover_that_does_not_fit_is_given_back_and_computed_here(tmp_path: 
         assert (world.router.num_recomputed, world.router.num_leases) == (1, 0)
         await world.until_nothing_is_held()
 
-    run(tmp_path, check)
+    run_world(tmp_path, check)
 
 
 def test_the_least_loaded_service_is_asked_and_others_when_it_refuses(tmp_path: Path) -> None:
@@ -218,7 +77,7 @@ def test_the_least_loaded_service_is_asked_and_others_when_it_refuses(tmp_path: 
         first, second = world.prefills
         first.num_waiting_tokens = 1000
         async with asyncio.timeout(10):
-            while world.router._peers[0].load != 1000:
+            while world.peer().load != 1000:
                 await asyncio.sleep(0.05)
         begun = await world.router.begin(PROMPT, GREEDY)
         assert begun is not None
@@ -232,7 +91,7 @@ def test_the_least_loaded_service_is_asked_and_others_when_it_refuses(tmp_path: 
         first.error = second.error = RuntimeError("a bug")
         assert await world.router.begin(PROMPT, GREEDY) is None
 
-    run(tmp_path, check, num_prefills=2)
+    run_world(tmp_path, check, num_prefills=2)
 
 
 def test_own_requests_under_way_count_before_the_service_says_so(tmp_path: Path) -> None:
@@ -248,7 +107,7 @@ def test_own_requests_under_way_count_before_the_service_says_so(tmp_path: Path)
             prefill.may_answer.set()
         assert all(await asyncio.gather(*waiting))
 
-    run(tmp_path, check, num_prefills=2)
+    run_world(tmp_path, check, num_prefills=2)
 
 
 def test_a_cancelled_request_is_cancelled_at_the_prefill_service(tmp_path: Path) -> None:
@@ -264,10 +123,10 @@ def test_a_cancelled_request_is_cancelled_at_the_prefill_service(tmp_path: Path)
                 await task
             while not prefill.was_cancelled:
                 await asyncio.sleep(0.01)
-        assert world.router._peers[0].num_sent_tokens == 0
+        assert world.peer().num_sent_tokens == 0
         await world.until_nothing_is_held()
 
-    run(tmp_path, check)
+    run_world(tmp_path, check)
 
 
 def test_a_service_that_is_gone_or_not_ready_is_not_asked(tmp_path: Path) -> None:
@@ -282,7 +141,7 @@ def test_a_service_that_is_gone_or_not_ready_is_not_asked(tmp_path: Path) -> Non
         assert await world.router.begin(PROMPT, GREEDY) is None
         await world.until_ready(False)
 
-    run(tmp_path, check)
+    run_world(tmp_path, check)
 
 
 def test_sampling_survives_the_wire() -> None:
@@ -484,4 +343,4 @@ def test_the_prefill_contract_is_spoken_in_both_directions(tmp_path: Path) -> No
                 await stub.Prefill(message)
             assert isinstance(error_of(failure.value), PoolExhaustedError)
 
-    run(tmp_path, check)
+    run_world(tmp_path, check)

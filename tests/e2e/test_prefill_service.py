@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequen
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -101,6 +102,16 @@ class FakeEngine:
         receipt = await asyncio.to_thread(self.blocks.receipt, lease)
         self.blocks.forget(lease)
         return [receipt]
+
+    async def write_probe(self, lease: str) -> tuple[bytes, list[bytes]]:
+        if self.finish_reason == "error":
+            raise PeerUnavailableError("staging: away")
+        assert self.blocks is not None
+        data = torch.randint(256, (1, 3, 2, 16 * 2 * 8 * 2), dtype=torch.uint8)
+        await asyncio.wrap_future(self.blocks.put(lease, [0], 0, data))
+        self.written["probe"] = data
+        receipt = await asyncio.to_thread(self.blocks.receipt, lease)
+        return b"digest", [receipt]
 
 
 @pytest.fixture
@@ -298,6 +309,29 @@ def test_a_service_whose_staging_is_away_is_not_ready_and_refuses(tmp_path: Path
                 await service.prefill("one", list(range(100)), GREEDY)
 
         run(process, check)
+
+
+def test_a_probe_block_is_handed_over_like_the_kv_of_a_request(staging: StagingProcess) -> None:
+    async def check(service: PrefillService, engine: FakeEngine, reader: StagingSession) -> None:
+        probe, digest = await service.probe()
+        assert (digest, probe.num_blocks, probe.budget_blocks, probe.summary) == (b"digest", 1, 4, "minmax")
+        lease = await asyncio.wrap_future(reader.accept(probe.handle))
+        got = np.zeros((1, 3, FINGERPRINT.part_bytes), np.uint8)
+        reader.register(got)
+        assert (await asyncio.wrap_future(reader.fetch(lease, [0], 0, got))).tolist() == [0]
+        np.testing.assert_array_equal(got.reshape(-1), engine.written["probe"].reshape(-1))
+        await asyncio.wrap_future(reader.release(lease))
+        engine.finish_reason = "error"
+        with pytest.raises(PeerUnavailableError):
+            await service.probe()
+        async with asyncio.timeout(10):
+            while await num_free(reader) < NUM_BLOCKS:
+                await asyncio.sleep(0.05)
+        service.drain()
+        with pytest.raises(PeerUnavailableError, match="drains"):
+            await service.probe()
+
+    run(staging, check)
 
 
 def test_equal_prompts_have_equal_keys_up_to_the_block_in_which_they_differ() -> None:

@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import http.client
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,6 +22,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from oasiskv.cli.client import parse_metrics
 from oasiskv.core.errors import RequestAbortedError
 from oasiskv.core.fingerprint import Fingerprint
 from oasiskv.engine.testing import random_requests, write_tiny_model
@@ -48,6 +51,8 @@ class Cluster:
     decode: subprocess.Popen[str]
     decode_address: str
     http: str
+    prefill_metrics: int
+    decode_metrics: int
     logs: Path
 
     def run(self, work: "Callable[[Stubs], Awaitable[Result]]") -> Result:
@@ -176,16 +181,18 @@ head_dim = 32
         config = folder / "prefill.toml"
         config.write_text(
             common + f'[prefill]\naddress = "127.0.0.1:0"\nstaging = "{staging.address}"\nhandle_ttl_s = 5\n'
+            'metrics_address = "127.0.0.1:0"\nrevision = "p7"\n'
         )
         with contextlib.ExitStack() as processes:
-            prefill, (prefill_port,) = start("prefill", config, folder)
+            prefill, (prefill_port, prefill_metrics) = start("prefill", config, folder)
             processes.callback(stop, prefill, folder / "prefill.log")
             config = folder / "decode.toml"
             config.write_text(
                 common + '[decode]\naddress = "127.0.0.1:0"\nhttp_address = "127.0.0.1:0"\n'
                 f'staging = "{staging.address}"\nprefills = ["127.0.0.1:{prefill_port}"]\n'
+                'metrics_address = "127.0.0.1:0"\nrevision = "d7"\n'
             )
-            decode, (decode_port, http_port) = start("decode", config, folder)
+            decode, (decode_port, http_port, decode_metrics) = start("decode", config, folder)
             processes.callback(stop, decode, folder / "decode.log")
             cluster = Cluster(
                 staging,
@@ -194,6 +201,8 @@ head_dim = 32
                 decode,
                 f"127.0.0.1:{decode_port}",
                 f"http://127.0.0.1:{http_port}",
+                prefill_metrics,
+                decode_metrics,
                 folder,
             )
             wait_until_ready(cluster)
@@ -384,3 +393,61 @@ def test_health_follows_readiness(cluster: Cluster) -> None:
         while asyncio.run(check(address)) != health_pb2.HealthCheckResponse.SERVING:
             assert time.monotonic() < deadline
             time.sleep(0.1)
+
+
+def get(port: int, path: str) -> tuple[int, str]:
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=20)) as connection:
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
+
+
+def test_probes_tell_the_state_of_a_process_and_of_the_path_of_kv(cluster: Cluster) -> None:
+    wait_until_ready(cluster)
+    for port in (cluster.prefill_metrics, cluster.decode_metrics):
+        assert get(port, "/livez")[0] == 200
+    status, body = get(cluster.prefill_metrics, "/readyz")
+    assert (status, json.loads(body)) == (
+        200,
+        {
+            "role": "prefill",
+            "revision": "p7",
+            "is_alive": True,
+            "is_ready": True,
+            "is_draining": False,
+            "num_requests": 0,
+            "reasons": [],
+        },
+    )
+    status, body = get(cluster.decode_metrics, "/readyz")
+    facts = json.loads(body)
+    assert (status, facts["role"], facts["revision"], facts["is_ready"]) == (200, "decode", "d7", True)
+    path = {"address": cluster.prefill_address, "is_ready": True, "is_verified": True, "revision": "p7", "reason": ""}
+    assert facts["kv_path"] == {"is_verified": True, "peers": [path]}
+    stats = cluster.run(lambda stubs: stubs.stats())[0]
+    assert stats.revision == "d7"
+    assert [(one.prefill, one.is_verified, one.revision) for one in stats.kv_paths] == [
+        (cluster.prefill_address, True, "p7")
+    ]
+
+
+def test_the_documented_metrics_are_shown_with_what_happened(cluster: Cluster) -> None:
+    async def generate(stubs: Stubs) -> None:
+        await stubs.generate(PROMPTS[0])
+        await stubs.until_idle()
+
+    cluster.run(generate)
+    document = (Path(__file__).parents[2] / "docs/design/0004-prefill-and-decode.md").read_text()
+    documented = set(re.findall(r"`(oasiskv_\w+)`", document))
+    # Errors are shown once there are any, staging has a process of its own, and `oasiskv_rpc_*` stands for several.
+    documented -= {"oasiskv_decode_prefill_errors_total", "oasiskv_stage", "oasiskv_lease", "oasiskv_rpc_"}
+    prefill, decode = (get(port, "/metrics")[1] for port in (cluster.prefill_metrics, cluster.decode_metrics))
+    shown = parse_metrics(prefill), parse_metrics(decode)
+    assert documented - shown[0].keys() - shown[1].keys() == set()
+    assert shown[0]["oasiskv_prefill_handovers_total"] >= 1
+    assert shown[0]["oasiskv_prefill_kv_capacity_bytes"] >= 64 * 2**20
+    assert shown[1]["oasiskv_decode_handovers_total"] >= 1
+    assert shown[1]["oasiskv_decode_kv_path_verified"] == 1
+    assert 0 < shown[1]["oasiskv_admitted_bytes_total"] < shown[1]["oasiskv_handover_bytes_total"]
+    assert "vllm:num_requests_running" in decode
+    assert decode.count("# TYPE process_resident_memory_bytes") == 1

@@ -106,6 +106,12 @@ class PrefillConfig:
     drain_s: float = 30.0
     """Seconds that requests get to end after SIGTERM, before they are aborted."""
 
+    metrics_address: str = ""
+    """`host:port` of probes and Prometheus metrics over plain HTTP, port 0 for a free one; empty for none."""
+
+    revision: str = ""
+    """Which rollout this process belongs to; told wherever its state is."""
+
     def __post_init__(self) -> None:
         """Check every field.
 
@@ -114,7 +120,7 @@ class PrefillConfig:
         """
         check_address("address", self.address)
         check_address("staging", self.staging)
-        _check_limits(self, "max_call_s", "handle_ttl_s", "drain_s")
+        _check_common(self, "max_call_s", "handle_ttl_s", "drain_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +140,7 @@ class DecodeConfig:
     """The engine."""
 
     prefills: tuple[str, ...] = ()
-    """`host:port` of each prefill service; with none every prompt is computed here."""
+    """`host:port` of each prefill service, or of several under one name; with none every prompt is computed here."""
 
     staging: str = ""
     """`host:port` of the staging service that the prefill services use; empty without any."""
@@ -154,6 +160,12 @@ class DecodeConfig:
     drain_s: float = 30.0
     """Seconds that requests get to end after SIGTERM, before they are aborted."""
 
+    metrics_address: str = ""
+    """`host:port` of probes and Prometheus metrics over plain HTTP, port 0 for a free one; empty for none."""
+
+    revision: str = ""
+    """Which rollout this process belongs to; told wherever its state is."""
+
     def __post_init__(self) -> None:
         """Check every field.
 
@@ -171,7 +183,7 @@ class DecodeConfig:
             check_address("staging", self.staging)
         if not _is_number(self.local_prompt_tokens, int) or self.local_prompt_tokens < 0:
             raise ConfigError(f"local_prompt_tokens: expected 0 or more, got {self.local_prompt_tokens!r}")
-        _check_limits(self, "max_call_s", "drain_s")
+        _check_common(self, "max_call_s", "drain_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,7 +279,11 @@ def _table(tables: Mapping[str, Any], name: str, prefix: str = "") -> Mapping[st
     return table
 
 
-def _check_limits(config: PrefillConfig | DecodeConfig, *seconds: str) -> None:
+def _check_common(config: PrefillConfig | DecodeConfig, *seconds: str) -> None:
+    if config.metrics_address:
+        check_address("metrics_address", config.metrics_address)
+    if not isinstance(config.revision, str):
+        raise ConfigError(f"revision: expected a text, got {config.revision!r}")
     if not _is_number(config.max_requests, int) or config.max_requests < 1:
         raise ConfigError(f"max_requests: expected an integer of at least 1, got {config.max_requests!r}")
     for name in seconds:

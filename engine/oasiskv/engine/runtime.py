@@ -19,6 +19,7 @@ from oasiskv.engine.handover import Inbox, Outbox, StagedBlocks, Unattached
 from oasiskv.engine.host_pool import HostPool
 from oasiskv.engine.pipeline import Pipeline, Stage
 from oasiskv.engine.plan import Batch, StepPlan, StepPlanner
+from oasiskv.engine.probe import Probes
 from oasiskv.engine.state import CacheShape, WorkingSets
 from oasiskv.engine.switch import switch_layer
 from oasiskv.engine.upload import upload
@@ -90,6 +91,7 @@ class Runtime:
         self._staged: StagedBlocks = Unattached()
         self.outbox = Outbox(shape, sets, self._kv_caches, pool)
         self.inbox = Inbox(shape, sets, self._kv_caches, pool)
+        self._probes = Probes(shape)
 
     def attach(self, staged: StagedBlocks) -> None:
         """Take a way to staging, in the place of one that was there before.
@@ -112,6 +114,10 @@ class Runtime:
     def take_handover(self, lease: str) -> bytes | None:
         """Return the receipt of a request's KV once all of it is in staging; see `Outbox.take_receipt`."""
         return self.outbox.take_receipt(self._staged, lease)
+
+    def probe_staging(self, lease: str, *, writes: bool) -> tuple[bytes, bytes] | None:
+        """Write or read a block of random bytes; see `Probes.poll`."""
+        return self._probes.poll(self._staged, lease, writes=writes)
 
     def take_failed_blocks(self) -> set[int]:
         """Return the first engine block of each request that failed for want of its KV, since the last call."""

@@ -4,11 +4,16 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from typing import Any, Protocol
 
+from prometheus_client.registry import Collector
+
 from oasiskv.core.errors import EngineFailedError
+from oasiskv.services.engine_metrics import EngineCollector
+from oasiskv.services.rpc.metrics import ServerMetrics
 from oasiskv.services.rpc.server import RpcServer
+from oasiskv.services.rpc.status_port import Status
 
 logger = logging.getLogger(__name__)
 
@@ -27,8 +32,53 @@ class Service(Protocol):
     def is_alive(self) -> bool:
         """Whether the engine runs; the process ends with it."""
 
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """What `/readyz` tells."""
+
     def drain(self) -> int:
         """Take no more requests; return how many are under way."""
+
+
+class Front:
+    """The metrics and probes of a process with an engine, from before that starts until the end.
+
+    Args:
+        role: `prefill` or `decode`.
+        metrics_address: Where; empty for nowhere.
+    """
+
+    def __init__(self, role: str, metrics_address: str) -> None:
+        """Listen."""
+        self._role = role
+        self._service: Service | None = None
+        self.metrics = ServerMetrics((EngineCollector(),))
+        """Goes to the gRPC server, which closes it."""
+        if metrics_address:
+            self.metrics.listen(metrics_address, self.status)
+            logger.info("probes and metrics are at port %d", self.metrics.port)
+
+    @property
+    def where(self) -> str:
+        """The end of the line that a process prints once it listens."""
+        return "" if self.metrics.port is None else f", metrics on port {self.metrics.port}"
+
+    def serve(self, service: Service, collector: Collector) -> None:
+        """Tell of a service from now on."""
+        self._service = service
+        self.metrics.show(collector)
+
+    async def close(self) -> None:
+        """Close the port, if that was not done."""
+        await asyncio.to_thread(self.metrics.close)  # a scrape under way waits for this loop
+
+    def status(self) -> Status:
+        """Return how the process is; while its engine loads it is alive."""
+        service = self._service
+        if service is None:
+            facts = {"role": self._role, "reasons": ["engine: expected one that runs, got one that starts"]}
+            return Status(is_alive=True, is_ready=False, facts=facts)
+        return Status(is_alive=service.is_alive, is_ready=service.is_ready, facts=service.facts)
 
 
 def signals() -> "asyncio.Queue[int]":

@@ -45,6 +45,19 @@ class HandoverCalls:
         except OasisError as error:
             return type(error).__name__, str(error)
 
+    def probe_staging(self, lease: str, writes: bool) -> tuple[str, ...]:
+        """Write a block of random bytes under a lease, or read one.
+
+        Returns:
+            `"done"`, the digest of this rank's bytes and the receipt of a write, both in hex; `"under way"`; or the
+            name of an error's class, which is then final, and its message.
+        """
+        try:
+            found = self._runtime.probe_staging(lease, writes=writes)
+        except OasisError as error:
+            return type(error).__name__, str(error)
+        return ("under way", "") if found is None else ("done", found[0].hex(), found[1].hex())
+
     def handover_bytes(self) -> dict[str, int]:
         """Return this rank's bytes of handovers since the start."""
         counts = self._runtime.handover_counts()

@@ -206,6 +206,36 @@ class ServedEngine:
                 return [bytes.fromhex(receipt) for _, receipt in states]
             await asyncio.sleep(POLL_S)
 
+    async def write_probe(self, lease: str) -> tuple[bytes, list[bytes]]:
+        """Have the workers write random bytes to the one block of a lease.
+
+        Returns:
+            The digest of the bytes, and every rank's receipt.
+
+        Raises:
+            OasisError: It did not work; the block is of no use then.
+        """
+        parts = await self._probe(lease, writes=True)
+        return b"".join(bytes.fromhex(digest) for digest, _ in parts), [bytes.fromhex(part) for _, part in parts]
+
+    async def read_probe(self, lease: str) -> bytes:
+        """Have the workers read the one block of a lease, and return the digest of its bytes.
+
+        Raises:
+            OasisError: It did not work.
+        """
+        return b"".join(bytes.fromhex(digest) for digest, _ in await self._probe(lease, writes=False))
+
+    async def _probe(self, lease: str, *, writes: bool) -> list[tuple[str, str]]:
+        while True:
+            states = await self.llm.collective_rpc("probe_staging", args=(lease, writes))
+            for state, *words in states:
+                if state not in ("done", "under way"):
+                    raise _error(state, words[0])
+            if all(state == "done" for state, *_ in states):
+                return [(digest, receipt) for _, digest, receipt in states]
+            await asyncio.sleep(POLL_S)
+
     async def traffic(self) -> dict[str, int]:
         """Return the bytes of handovers since the start, summed over ranks."""
         ranks = await self.llm.collective_rpc("handover_bytes")

@@ -22,14 +22,20 @@ REASONS = {value: name for name, value in FINISH_REASONS.items()}
 class PrefillClient:
     """A channel to one service; every call has a deadline and raises the errors that the contract names."""
 
-    def __init__(self, address: str, *, tls: TlsConfig | None = None) -> None:
+    def __init__(self, address: str, *, tls: TlsConfig | None = None, tls_name: str = "") -> None:
         """Prepare; the first call connects.
 
         Args:
             address: `host:port`.
             tls: This process's certificate; None to speak in the clear.
+            tls_name: Whom the service's certificate must name; empty for the host of the address.
         """
-        options = [("grpc.max_receive_message_length", MESSAGE_BYTES), ("grpc.max_send_message_length", MESSAGE_BYTES)]
+        options: list[tuple[str, str | int]] = [
+            ("grpc.max_receive_message_length", MESSAGE_BYTES),
+            ("grpc.max_send_message_length", MESSAGE_BYTES),
+        ]
+        if tls_name and tls is not None:
+            options.append(("grpc.ssl_target_name_override", tls_name.strip("[]")))
         self.address = address
         if tls is None:
             self._channel = grpc.aio.insecure_channel(address, options)
@@ -70,6 +76,25 @@ class PrefillClient:
             budget_blocks=response.handover.budget_blocks,
             summary=response.handover.summary,
         )
+
+    async def probe(self, timeout_s: float) -> tuple[Handover, bytes]:
+        """Have a block of random bytes staged; return how to take it over and the digest of its bytes.
+
+        Raises:
+            OasisError: As the contract says.
+        """
+        try:
+            response: pb.ProbeResponse = await self._stub.Probe(pb.ProbeRequest(), timeout=timeout_s)
+        except grpc.aio.AioRpcError as failure:
+            raise error_of(failure) from failure
+        handover = Handover(
+            first_token_id=0,
+            handle=response.handle,
+            num_blocks=1,
+            budget_blocks=response.budget_blocks,
+            summary=response.summary,
+        )
+        return handover, response.digest
 
     async def stats(self, timeout_s: float) -> pb.StatsResponse:
         """Return the service's counts.

@@ -17,11 +17,12 @@ from oasiskv.engine.vllm.settings import sparse_layout
 from oasiskv.protos.decode.v1 import decode_pb2_grpc
 from oasiskv.services.clients.link import StagingLink
 from oasiskv.services.clients.session import SessionConfig
+from oasiskv.services.decode.metrics import DecodeCollector
 from oasiskv.services.decode.router import Router
 from oasiskv.services.decode.service import DecodeService
 from oasiskv.services.decode.servicer import SERVICE_NAME, DecodeServicer
 from oasiskv.services.rpc.server import RpcServer, ServerConfig
-from oasiskv.services.serving import cancelled, serve, signals
+from oasiskv.services.serving import Front, cancelled, serve, signals
 from oasiskv.services.tracing import start_tracing
 
 MESSAGE_BYTES = 64 * 2**20
@@ -43,6 +44,8 @@ async def run(config: DecodeConfig) -> None:
         return can_be_sparse and num_tokens > config.local_prompt_tokens
 
     async with contextlib.AsyncExitStack() as resources:
+        front = Front("decode", config.metrics_address)
+        resources.push_async_callback(front.close)
         engine = await ServedEngine.start(
             config.engine,
             config.fingerprint,
@@ -51,6 +54,7 @@ async def run(config: DecodeConfig) -> None:
         )
         resources.callback(engine.stop)
         if config.prefills:
+            router.read_probe = engine.read_probe
             session = SessionConfig(
                 address=config.staging,
                 fingerprint=config.fingerprint,
@@ -62,17 +66,21 @@ async def run(config: DecodeConfig) -> None:
             await resources.enter_async_context(cancelled(router.link.run()))
             await resources.enter_async_context(cancelled(router.run()))
         service = DecodeService(config, engine, router)
-        servicer = DecodeServicer(service, router)
+        front.serve(service, DecodeCollector(config, service, router))
+        servicer = DecodeServicer(service, router, config.revision)
         listen = ServerConfig(
             address=config.address, tls=config.tls, max_call_s=config.max_call_s, max_message_bytes=MESSAGE_BYTES
         )
         server = await RpcServer.start(
-            listen, lambda it: decode_pb2_grpc.add_DecodeServicer_to_server(servicer, it), (SERVICE_NAME,)
+            listen,
+            lambda it: decode_pb2_grpc.add_DecodeServicer_to_server(servicer, it),
+            (SERVICE_NAME,),
+            metrics=front.metrics,
         )
         resources.push_async_callback(server.stop, grace_s=1.0)
         await server.set_serving(False)
-        http_port = await resources.enter_async_context(http_server(engine, config.http_address))
-        print(f"oasiskv decode listens on port {server.port}, HTTP on port {http_port}", flush=True)
+        http_port = await resources.enter_async_context(http_server(engine, config.http_address, service.check_room))
+        print(f"oasiskv decode listens on port {server.port}, HTTP on port {http_port}{front.where}", flush=True)
         await serve(service, server, received, config.drain_s)
 
 

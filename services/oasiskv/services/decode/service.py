@@ -5,7 +5,7 @@ import logging
 import secrets
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from oasiskv.core.errors import (
     EngineFailedError,
@@ -95,12 +95,56 @@ class DecodeService:
     @property
     def is_ready(self) -> bool:
         """Whether a request would be taken, and long prompts would be computed elsewhere as configured."""
-        return self._engine.is_alive and self._router.is_ready and not self.is_draining
+        return not self.reasons
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why it is not ready."""
+        reasons = [] if self._engine.is_alive else ["engine: expected its process to run, got one that ended"]
+        reasons += self._router.reasons
+        return [*reasons, "service: it drains"] if self.is_draining else reasons
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What `/readyz` tells."""
+        peers = self._router.peers.all
+        return {
+            "role": "decode",
+            "revision": self._config.revision,
+            "is_draining": self.is_draining,
+            "num_requests": self.num_requests,
+            "reasons": self.reasons,
+            "kv_path": {
+                "is_verified": any(peer.is_usable for peer in peers),
+                "peers": [
+                    {
+                        "address": peer.client.address,
+                        "is_ready": peer.is_ready,
+                        "is_verified": peer.is_verified,
+                        "revision": peer.revision,
+                        "reason": peer.reason,
+                    }
+                    for peer in peers
+                ],
+            },
+        }
 
     @property
     def num_requests(self) -> int:
         """Requests under way, of all fronts."""
         return max(len(self._requests), self._engine.num_requests)
+
+    def check_room(self) -> None:
+        """Refuse a request, of whatever front, where none is taken now.
+
+        Raises:
+            PeerUnavailableError: The service drains.
+            PoolExhaustedError: Too many are under way.
+        """
+        if self.is_draining:
+            raise PeerUnavailableError("service: expected one that takes requests, got one that drains")
+        if self.num_requests >= self._config.max_requests:
+            raise PoolExhaustedError(f"max_requests: expected fewer than {self._config.max_requests} under way")
 
     async def begin(self, request_id: str, prompt: Prompt, sampling: Sampling) -> Answer:
         """Take a request.
@@ -110,10 +154,7 @@ class DecodeService:
         """
         request_id = request_id or secrets.token_hex(16)
         check_request_id(request_id)
-        if self.is_draining:
-            raise PeerUnavailableError("service: expected one that takes requests, got one that drains")
-        if self.num_requests >= self._config.max_requests:
-            raise PoolExhaustedError(f"max_requests: expected fewer than {self._config.max_requests} under way")
+        self.check_room()
         if request_id in self._requests:
             raise InvalidRequestError(f"request_id: expected one that is not under way, got {request_id!r}")
         self._requests[request_id] = False

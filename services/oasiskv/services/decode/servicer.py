@@ -19,9 +19,10 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class DecodeServicer(decode_pb2_grpc.DecodeServicer):
     """One method per call; `EdgeInterceptor` turns what they raise into status codes."""
 
-    def __init__(self, service: DecodeService, router: Router) -> None:
+    def __init__(self, service: DecodeService, router: Router, revision: str = "") -> None:
         self._service = service
         self._router = router
+        self._revision = revision
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
         sampling = sampling_of(request.sampling)
@@ -61,4 +62,15 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             admitted_bytes_total=traffic["admitted_bytes"],
             missed_bytes_total=traffic["missed_bytes"],
             full_bytes_total=traffic["handover_bytes"],
+            revision=self._revision,
+            kv_paths=[
+                pb.KvPath(
+                    prefill=peer.client.address,
+                    is_ready=peer.is_ready,
+                    is_verified=peer.is_verified,
+                    revision=peer.revision,
+                    reason=peer.reason,
+                )
+                for peer in self._router.peers.all
+            ],
         )

@@ -14,10 +14,11 @@ from oasiskv.engine.vllm.served import ServedEngine
 from oasiskv.protos.prefill.v1 import prefill_pb2_grpc
 from oasiskv.services.clients.link import StagingLink
 from oasiskv.services.clients.session import SessionConfig
+from oasiskv.services.prefill.metrics import PrefillCollector
 from oasiskv.services.prefill.service import PrefillService
 from oasiskv.services.prefill.servicer import SERVICE_NAME, PrefillServicer
 from oasiskv.services.rpc.server import RpcServer, ServerConfig
-from oasiskv.services.serving import cancelled, serve, signals
+from oasiskv.services.serving import Front, cancelled, serve, signals
 from oasiskv.services.tracing import start_tracing
 
 MESSAGE_BYTES = 64 * 2**20
@@ -32,6 +33,8 @@ async def run(config: PrefillConfig) -> None:
     """
     received = signals()
     async with contextlib.AsyncExitStack() as resources:
+        front = Front("prefill", config.metrics_address)
+        resources.push_async_callback(front.close)
         engine = await ServedEngine.start(config.engine, config.fingerprint)
         resources.callback(engine.stop)
         session = SessionConfig(
@@ -45,16 +48,20 @@ async def run(config: PrefillConfig) -> None:
         link = StagingLink(session, engine.attach_staging)
         await resources.enter_async_context(cancelled(link.run()))
         service = PrefillService(config, engine, link)
-        servicer = PrefillServicer(service, config.staging, round(config.handle_ttl_s * 1000))
+        front.serve(service, PrefillCollector(config, service))
+        servicer = PrefillServicer(service, config.staging, round(config.handle_ttl_s * 1000), config.revision)
         listen = ServerConfig(
             address=config.address, tls=config.tls, max_call_s=config.max_call_s, max_message_bytes=MESSAGE_BYTES
         )
         server = await RpcServer.start(
-            listen, lambda it: prefill_pb2_grpc.add_PrefillServicer_to_server(servicer, it), (SERVICE_NAME,)
+            listen,
+            lambda it: prefill_pb2_grpc.add_PrefillServicer_to_server(servicer, it),
+            (SERVICE_NAME,),
+            metrics=front.metrics,
         )
         resources.push_async_callback(server.stop, grace_s=1.0)
         await server.set_serving(False)
-        print(f"oasiskv prefill listens on port {server.port}", flush=True)
+        print(f"oasiskv prefill listens on port {server.port}{front.where}", flush=True)
         await serve(service, server, received, config.drain_s)
 
 

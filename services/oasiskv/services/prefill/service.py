@@ -5,9 +5,10 @@ import contextlib
 import hashlib
 import logging
 import secrets
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -58,6 +59,9 @@ class Engine(Protocol):
     async def take_handover(self, lease: str) -> list[bytes]:
         """Return the receipts of staged KV."""
 
+    async def write_probe(self, lease: str) -> tuple[bytes, list[bytes]]:
+        """Return the digest and the receipts of a block of random bytes."""
+
 
 @dataclass(slots=True)
 class Counts:
@@ -67,6 +71,8 @@ class Counts:
     num_failed: int = 0
     num_prompt_tokens: int = 0
     staged_bytes: int = 0
+    outcomes: Counter[str] = field(default_factory=Counter)
+    """Prompts: `handed_over`, `finished` by their first token, `cancelled`, or the class of the error."""
 
 
 @dataclass(slots=True)
@@ -101,7 +107,26 @@ class PrefillService:
     @property
     def is_ready(self) -> bool:
         """Whether a request would be taken and its KV has a way out."""
-        return self._engine.is_alive and self._link.is_up and not self.is_draining
+        return not self.reasons
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why no request would be taken."""
+        reasons = [] if self._engine.is_alive else ["engine: expected its process to run, got one that ended"]
+        if not self._link.is_up:
+            reasons.append(f"staging: expected an answer at {self._config.staging}, got none")
+        return [*reasons, "service: it drains"] if self.is_draining else reasons
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What `/readyz` tells."""
+        return {
+            "role": "prefill",
+            "revision": self._config.revision,
+            "is_draining": self.is_draining,
+            "num_requests": self.num_requests,
+            "reasons": self.reasons,
+        }
 
     @property
     def num_requests(self) -> int:
@@ -129,15 +154,42 @@ class PrefillService:
         """
         with self._admitted(request_id) as request:
             try:
-                return await self._prefill(request_id, request, prompt, sampling)
+                first, ids = await self._prefill(request_id, request, prompt, sampling)
             except asyncio.CancelledError:
                 self.counts.num_failed += 1
+                self.counts.outcomes["cancelled"] += 1
                 if request.is_aborted:
                     raise RequestAbortedError("request_id: ended by Abort") from None
                 raise
-            except OasisError:
+            except OasisError as error:
                 self.counts.num_failed += 1
+                self.counts.outcomes[type(error).__name__] += 1
                 raise
+            self.counts.outcomes["handed_over" if first.finish_reason is None else "finished"] += 1
+            return first, ids
+
+    async def probe(self) -> tuple[Handover, bytes]:
+        """Stage a block of random bytes on the way of a request's KV.
+
+        Returns:
+            How to take it over, and the digest of its bytes.
+
+        Raises:
+            OasisError: As the contract says; nothing is held.
+        """
+        if self.is_draining:
+            raise PeerUnavailableError("service: expected one that takes requests, got one that drains")
+        session = self._link.session
+        lease = await wait_or_undo(session.allocate(1), session.release)
+        is_handed_over = False
+        try:
+            digest, receipts = await self._engine.write_probe(lease.token)
+            handle = await self._seal(session, lease, [secrets.token_bytes(24)], receipts)
+            is_handed_over = True
+        finally:
+            if not is_handed_over:
+                session.release(lease)
+        return self._handover(first_token_id=0, handle=handle, num_blocks=1), digest
 
     def abort(self, request_ids: Sequence[str]) -> int:
         """End requests and return how many there were."""
@@ -194,16 +246,17 @@ class PrefillService:
                 # Shielded: whoever cancelled does not wait for it, and the blocks must not be given up before.
                 await asyncio.shield(self._give_up(session, lease))
         self.counts.staged_bytes += layout.num_blocks * self._config.fingerprint.block_bytes
-        handover = Handover(
+        handover = self._handover(
             first_token_id=first.first_token_id,
             first_logprobs=first.first_logprobs,
             handle=handle,
             num_tokens=len(ids),
             num_blocks=layout.num_blocks,
-            budget_blocks=self.lookahead.budget_blocks,
-            summary=self.lookahead.summary,
         )
         return handover, ids
+
+    def _handover(self, **fields: Any) -> Handover:
+        return Handover(budget_blocks=self.lookahead.budget_blocks, summary=self.lookahead.summary, **fields)
 
     def _check(self, ids: Sequence[int], sampling: Sampling) -> None:
         if names := sampling.looking_back():
@@ -245,14 +298,20 @@ class PrefillService:
         ids: Sequence[int],
         receipts: Sequence[bytes],
     ) -> str:
-        num_parts = self._config.fingerprint.num_parts
-        sums = np.zeros((layout.num_blocks, num_parts), np.uint64)
-        for receipt in receipts:  # each rank wrote the sums of its own parts, and 0 for the others
-            sums |= np.frombuffer(receipt, np.uint64).reshape(layout.num_blocks, num_parts)
         keys = block_keys(ids, self._config.fingerprint.block_size)
         mark = secrets.token_bytes(16)
         keys += [mark + index.to_bytes(4, "little") for index in range(layout.num_complete, layout.num_blocks)]
-        await asyncio.wrap_future(session.seal(lease, range(layout.num_blocks), keys, sums))
+        return await self._seal(session, lease, keys, receipts)
+
+    async def _seal(
+        self, session: StagingSession, lease: Lease, keys: Sequence[bytes], receipts: Sequence[bytes]
+    ) -> str:
+        """Declare the blocks of a lease final and return the handle of them."""
+        num_parts = self._config.fingerprint.num_parts
+        sums = np.zeros((len(keys), num_parts), np.uint64)
+        for receipt in receipts:  # each rank wrote the sums of its own parts, and 0 for the others
+            sums |= np.frombuffer(receipt, np.uint64).reshape(len(keys), num_parts)
+        await asyncio.wrap_future(session.seal(lease, range(len(keys)), keys, sums))
         return await asyncio.wrap_future(session.hand_off(lease))
 
     async def _give_up(self, session: StagingSession, lease: Lease) -> None:

@@ -17,8 +17,9 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
     """One method per call; `EdgeInterceptor` turns what they raise into status codes."""
 
-    def __init__(self, service: PrefillService, staging: str, handle_ttl_ms: int) -> None:
+    def __init__(self, service: PrefillService, staging: str, handle_ttl_ms: int, revision: str = "") -> None:
         self._service = service
+        self._revision = revision
         self._staging = staging
         self._handle_ttl_ms = handle_ttl_ms
 
@@ -55,6 +56,12 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
         return pb.DrainResponse(num_requests=self._service.drain())
 
+    async def Probe(self, request: pb.ProbeRequest, context: Context) -> pb.ProbeResponse:
+        probe, digest = await self._service.probe()
+        return pb.ProbeResponse(
+            handle=probe.handle, digest=digest, budget_blocks=probe.budget_blocks, summary=probe.summary
+        )
+
     async def Stats(self, request: pb.StatsRequest, context: Context) -> pb.StatsResponse:
         counts = self._service.counts
         return pb.StatsResponse(
@@ -67,4 +74,5 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             num_prompt_tokens_total=counts.num_prompt_tokens,
             staged_bytes_total=counts.staged_bytes,
             staging=self._staging,
+            revision=self._revision,
         )

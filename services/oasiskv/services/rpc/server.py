@@ -2,19 +2,20 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health
 from grpc_reflection.v1alpha import reflection
-from prometheus_client.registry import Collector
 
 from oasiskv.core.errors import ConfigError
 from oasiskv.core.service_config import TlsConfig
 from oasiskv.services.rpc.interceptor import EdgeInterceptor
 from oasiskv.services.rpc.metrics import ServerMetrics
+from oasiskv.services.rpc.status_port import Status
 from oasiskv.services.rpc.tls import server_credentials
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ class ServerConfig:
     """Largest message in either direction."""
 
     metrics_address: str = ""
-    """`host:port` of Prometheus metrics over plain HTTP, port 0 for a free one; empty for none."""
+    """`host:port` of probes and Prometheus metrics over plain HTTP, port 0 for a free one; empty for none."""
 
     def __post_init__(self) -> None:
         """Check every field.
@@ -70,6 +71,7 @@ class RpcServer:
         checks: health.HealthServicer,
         names: tuple[str, ...],
         metrics: ServerMetrics,
+        facts: Callable[[], Mapping[str, Any]],
     ) -> None:
         self.port = port
         """The TCP port that it listens on."""
@@ -78,6 +80,8 @@ class RpcServer:
         self._server = server
         self._health = checks
         self._names = names
+        self._facts = facts
+        self._is_serving = True
 
     @classmethod
     async def start(
@@ -86,7 +90,8 @@ class RpcServer:
         add_services: Callable[[grpc.aio.Server], None],
         service_names: tuple[str, ...],
         unlimited: frozenset[str] = frozenset(),
-        collectors: Iterable[Collector] = (),
+        metrics: ServerMetrics | None = None,
+        facts: Callable[[], Mapping[str, Any]] = dict,
     ) -> "RpcServer":
         """Listen and answer; the health of all services is SERVING from here on.
 
@@ -95,12 +100,13 @@ class RpcServer:
             add_services: Registers the servicers.
             service_names: Full names of the services, for health and reflection.
             unlimited: Methods without a time limit, `/package.Service/Method`.
-            collectors: What `/metrics` shows beside the calls.
+            metrics: Where calls are counted; the server closes it at its end. One that listens already keeps its port.
+            facts: What `/readyz` tells beside whether the server serves.
 
         Raises:
             ConfigError: An address cannot be listened on, or the certificates are not usable.
         """
-        metrics = ServerMetrics(collectors)
+        metrics = metrics or ServerMetrics()
         server = grpc.aio.server(
             interceptors=(EdgeInterceptor(config.max_call_s, unlimited, metrics),),
             options=(
@@ -125,16 +131,17 @@ class RpcServer:
                 port = server.add_secure_port(config.address, server_credentials(config.tls))
         except RuntimeError as cause:
             raise ConfigError(f"address: expected one that is free, got {config.address!r}") from cause
-        if config.metrics_address:
-            metrics.listen(config.metrics_address)
+        started = cls(server, port, checks, names, metrics, facts)
+        if config.metrics_address and metrics.port is None:
+            metrics.listen(config.metrics_address, started._status)
             logger.info("metrics are at port %d", metrics.port)
         await server.start()
-        started = cls(server, port, checks, names, metrics)
         await started.set_serving(True)
         return started
 
     async def set_serving(self, is_serving: bool) -> None:
         """Say to health checks whether new work is welcome; calls are answered either way."""
+        self._is_serving = is_serving
         status = health_pb2.HealthCheckResponse.SERVING if is_serving else health_pb2.HealthCheckResponse.NOT_SERVING
         for name in self._names:
             await self._health.set(name, status)
@@ -145,6 +152,9 @@ class RpcServer:
         await self._server.stop(grace_s)
         # In a thread: a scrape under way waits for this loop.
         await asyncio.to_thread(self.metrics.close)
+
+    def _status(self) -> Status:
+        return Status(is_alive=True, is_ready=self._is_serving, facts=self._facts())
 
     async def wait(self) -> None:
         """Return when the server has stopped."""

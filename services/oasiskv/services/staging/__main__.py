@@ -11,6 +11,7 @@ import tomllib
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from oasiskv.core.errors import ConfigError, OasisError
 from oasiskv.core.fingerprint import Fingerprint
@@ -18,6 +19,7 @@ from oasiskv.core.host_memory import check_fits, host_memory_limit
 from oasiskv.core.lease_limits import LeaseConfig
 from oasiskv.core.service_config import TABLES, TlsConfig, build
 from oasiskv.services.nixl import net_devices
+from oasiskv.services.rpc.metrics import ServerMetrics
 from oasiskv.services.rpc.server import MESSAGE_OVERHEAD_BYTES, RpcServer, ServerConfig
 from oasiskv.services.staging.data_plane import DataPlane
 from oasiskv.services.staging.directory import DirectoryConfig
@@ -139,7 +141,8 @@ async def run(config: ProcessConfig) -> None:
             partial(add_to_server, service, data_plane),
             (SERVICE_NAME,),
             UNLIMITED,
-            (StagingCollector(service, transport.name),),
+            ServerMetrics((StagingCollector(service, transport.name),)),
+            partial(_facts, service),
         )
         resources.push_async_callback(server.stop, grace_s=1.0)
         resources.push_async_callback(service.directory.stop)
@@ -148,6 +151,12 @@ async def run(config: ProcessConfig) -> None:
         await stopping.get()
         await server.set_serving(False)
         await _drain(service, config.drain_s, stopping)
+
+
+def _facts(service: StagingService) -> dict[str, Any]:
+    """Return what `/readyz` tells."""
+    leases = service.leases.counts().num_leases
+    return {"role": "staging", "is_draining": service.is_draining, "num_requests": leases, "reasons": []}
 
 
 async def _drain(service: StagingService, drain_s: float, stopping: "asyncio.Queue[int]") -> None:

@@ -1,35 +1,24 @@
 """What the staging service shows at `/metrics`; names and labels are a part of its interface."""
 
-import asyncio
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
 
 from oasiskv.core.tiers import BlockStatus
+from oasiskv.services.rpc.metrics import LoopCollector
 from oasiskv.services.staging.disk_tier import DISK_ERRORS
 from oasiskv.services.staging.service import StagingService
 
-READ_TIMEOUT_S = 5.0
 
-
-class StagingCollector(Collector):
-    """Reads a service when it is asked, in the service's event loop: a loop that is stuck shows as a failed scrape."""
+class StagingCollector(LoopCollector):
+    """Reads a staging service."""
 
     def __init__(self, service: StagingService, transport: str) -> None:
         """Be made in the event loop of the service."""
+        super().__init__()
         self._service = service
         self._transport = transport
-        self._loop = asyncio.get_running_loop()
-
-    def describe(self) -> Iterable[Metric]:
-        """Return nothing: a registry would otherwise collect at once, from the loop itself."""
-        return []
-
-    def collect(self) -> Iterable[Metric]:
-        """Return all metrics as they are now."""
-        return asyncio.run_coroutine_threadsafe(self._read(), self._loop).result(READ_TIMEOUT_S)
 
     async def _read(self) -> list[Metric]:
         service = self._service

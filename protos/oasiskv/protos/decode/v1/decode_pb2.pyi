@@ -58,7 +58,7 @@ class StatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatsResponse(_message.Message):
-    __slots__ = ("is_ready", "is_draining", "num_requests", "num_requests_total", "num_failed_total", "num_prompt_tokens_total", "num_completion_tokens_total", "num_handovers_total", "num_recomputed_total", "admitted_bytes_total", "missed_bytes_total", "full_bytes_total")
+    __slots__ = ("is_ready", "is_draining", "num_requests", "num_requests_total", "num_failed_total", "num_prompt_tokens_total", "num_completion_tokens_total", "num_handovers_total", "num_recomputed_total", "admitted_bytes_total", "missed_bytes_total", "full_bytes_total", "revision", "kv_paths")
     IS_READY_FIELD_NUMBER: _ClassVar[int]
     IS_DRAINING_FIELD_NUMBER: _ClassVar[int]
     NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
@@ -71,6 +71,8 @@ class StatsResponse(_message.Message):
     ADMITTED_BYTES_TOTAL_FIELD_NUMBER: _ClassVar[int]
     MISSED_BYTES_TOTAL_FIELD_NUMBER: _ClassVar[int]
     FULL_BYTES_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    KV_PATHS_FIELD_NUMBER: _ClassVar[int]
     is_ready: bool
     is_draining: bool
     num_requests: int
@@ -83,4 +85,20 @@ class StatsResponse(_message.Message):
     admitted_bytes_total: int
     missed_bytes_total: int
     full_bytes_total: int
-    def __init__(self, is_ready: _Optional[bool] = ..., is_draining: _Optional[bool] = ..., num_requests: _Optional[int] = ..., num_requests_total: _Optional[int] = ..., num_failed_total: _Optional[int] = ..., num_prompt_tokens_total: _Optional[int] = ..., num_completion_tokens_total: _Optional[int] = ..., num_handovers_total: _Optional[int] = ..., num_recomputed_total: _Optional[int] = ..., admitted_bytes_total: _Optional[int] = ..., missed_bytes_total: _Optional[int] = ..., full_bytes_total: _Optional[int] = ...) -> None: ...
+    revision: str
+    kv_paths: _containers.RepeatedCompositeFieldContainer[KvPath]
+    def __init__(self, is_ready: _Optional[bool] = ..., is_draining: _Optional[bool] = ..., num_requests: _Optional[int] = ..., num_requests_total: _Optional[int] = ..., num_failed_total: _Optional[int] = ..., num_prompt_tokens_total: _Optional[int] = ..., num_completion_tokens_total: _Optional[int] = ..., num_handovers_total: _Optional[int] = ..., num_recomputed_total: _Optional[int] = ..., admitted_bytes_total: _Optional[int] = ..., missed_bytes_total: _Optional[int] = ..., full_bytes_total: _Optional[int] = ..., revision: _Optional[str] = ..., kv_paths: _Optional[_Iterable[_Union[KvPath, _Mapping]]] = ...) -> None: ...
+
+class KvPath(_message.Message):
+    __slots__ = ("prefill", "is_ready", "is_verified", "revision", "reason")
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    IS_READY_FIELD_NUMBER: _ClassVar[int]
+    IS_VERIFIED_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    prefill: str
+    is_ready: bool
+    is_verified: bool
+    revision: str
+    reason: str
+    def __init__(self, prefill: _Optional[str] = ..., is_ready: _Optional[bool] = ..., is_verified: _Optional[bool] = ..., revision: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...

@@ -73,12 +73,28 @@ class DrainResponse(_message.Message):
     num_requests: int
     def __init__(self, num_requests: _Optional[int] = ...) -> None: ...
 
+class ProbeRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ProbeResponse(_message.Message):
+    __slots__ = ("handle", "digest", "budget_blocks", "summary")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SUMMARY_FIELD_NUMBER: _ClassVar[int]
+    handle: str
+    digest: bytes
+    budget_blocks: int
+    summary: str
+    def __init__(self, handle: _Optional[str] = ..., digest: _Optional[bytes] = ..., budget_blocks: _Optional[int] = ..., summary: _Optional[str] = ...) -> None: ...
+
 class StatsRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class StatsResponse(_message.Message):
-    __slots__ = ("is_ready", "is_draining", "num_requests", "num_waiting_tokens", "num_requests_total", "num_failed_total", "num_prompt_tokens_total", "staged_bytes_total", "staging")
+    __slots__ = ("is_ready", "is_draining", "num_requests", "num_waiting_tokens", "num_requests_total", "num_failed_total", "num_prompt_tokens_total", "staged_bytes_total", "staging", "revision")
     IS_READY_FIELD_NUMBER: _ClassVar[int]
     IS_DRAINING_FIELD_NUMBER: _ClassVar[int]
     NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
@@ -88,6 +104,7 @@ class StatsResponse(_message.Message):
     NUM_PROMPT_TOKENS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     STAGED_BYTES_TOTAL_FIELD_NUMBER: _ClassVar[int]
     STAGING_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
     is_ready: bool
     is_draining: bool
     num_requests: int
@@ -97,4 +114,5 @@ class StatsResponse(_message.Message):
     num_prompt_tokens_total: int
     staged_bytes_total: int
     staging: str
-    def __init__(self, is_ready: _Optional[bool] = ..., is_draining: _Optional[bool] = ..., num_requests: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., num_requests_total: _Optional[int] = ..., num_failed_total: _Optional[int] = ..., num_prompt_tokens_total: _Optional[int] = ..., staged_bytes_total: _Optional[int] = ..., staging: _Optional[str] = ...) -> None: ...
+    revision: str
+    def __init__(self, is_ready: _Optional[bool] = ..., is_draining: _Optional[bool] = ..., num_requests: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., num_requests_total: _Optional[int] = ..., num_failed_total: _Optional[int] = ..., num_prompt_tokens_total: _Optional[int] = ..., staged_bytes_total: _Optional[int] = ..., staging: _Optional[str] = ..., revision: _Optional[str] = ...) -> None: ...

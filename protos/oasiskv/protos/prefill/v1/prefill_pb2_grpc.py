@@ -50,6 +50,11 @@ class PrefillStub:
                 request_serializer=oasiskv_dot_protos_dot_prefill_dot_v1_dot_prefill__pb2.DrainRequest.SerializeToString,
                 response_deserializer=oasiskv_dot_protos_dot_prefill_dot_v1_dot_prefill__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.Probe = channel.unary_unary(
+                '/oasiskv.prefill.v1.Prefill/Probe',
+                request_serializer=oasiskv_dot_protos_dot_prefill_dot_v1_dot_prefill__pb2.ProbeRequest.SerializeToString,
+                response_deserializer=oasiskv_dot_protos_dot_prefill_dot_v1_dot_prefill__pb2.ProbeResponse.FromString,
+                _registered_method=True)
         self.Stats = channel.unary_unary(
                 '/oasiskv.prefill.v1.Prefill/Stats',
                 request_serializer=oasiskv_dot_protos_dot_prefill_dot_v1_dot_prefill__pb2.StatsRequest.SerializeToString,
@@ -82,6 +87,14 @@ class PrefillServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Probe(self, request, context):
+        """Writes one block of random bytes to staging on the way that a request's KV takes, for a peer to read: what shows that
+        prompts from here can be taken over there.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Stats(self, request, context):
         """Counts of this moment.
         """
@@ -106,6 +119,11 @@ def add_PrefillServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=oasiskv_dot_protos_dot_prefill_dot_v1_dot_prefill__pb2.DrainRequest.FromString,
                     response_serializer=oasiskv_dot_protos_dot_prefill_dot_v1_dot_prefill__pb2.DrainResponse.SerializeToString,
+            ),
+            'Probe': grpc.unary_unary_rpc_method_handler(
+                    servicer.Probe,
+                    request_deserializer=oasiskv_dot_protos_dot_prefill_dot_v1_dot_prefill__pb2.ProbeRequest.FromString,
+                    response_serializer=oasiskv_dot_protos_dot_prefill_dot_v1_dot_prefill__pb2.ProbeResponse.SerializeToString,
             ),
             'Stats': grpc.unary_unary_rpc_method_handler(
                     servicer.Stats,
@@ -195,6 +213,33 @@ class Prefill:
             '/oasiskv.prefill.v1.Prefill/Drain',
             oasiskv_dot_protos_dot_prefill_dot_v1_dot_prefill__pb2.DrainRequest.SerializeToString,
             oasiskv_dot_protos_dot_prefill_dot_v1_dot_prefill__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Probe(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/oasiskv.prefill.v1.Prefill/Probe',
+            oasiskv_dot_protos_dot_prefill_dot_v1_dot_prefill__pb2.ProbeRequest.SerializeToString,
+            oasiskv_dot_protos_dot_prefill_dot_v1_dot_prefill__pb2.ProbeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,158 @@
+"""Decode finds prefill services by name, and sends prompts only where a probe block came through."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from oasiskv.core.errors import EngineFailedError, PoolExhaustedError
+from oasiskv.core.generation import Sampling
+from oasiskv.services.decode import peers
+from oasiskv.services.decode.peers import Resolve, resolve
+from oasiskv.services.testing_handover import FakePrefill, World, run_world
+
+PROMPT = list(range(100))
+GREEDY = Sampling(temperature=0)
+
+
+class Names:
+    """A name server with one name."""
+
+    def __init__(self) -> None:
+        self.addresses: list[str] = []
+        self.asked: list[tuple[str, int]] = []
+        self.error: OSError | None = None
+
+    def find(self, addresses: list[str]) -> Resolve:
+        self.addresses = addresses[:2]
+
+        async def answer(host: str, port: int) -> Sequence[str]:
+            self.asked.append((host, port))
+            if self.error is not None:
+                raise self.error
+            return list(self.addresses)
+
+        return answer
+
+
+def test_a_prefill_service_is_used_once_a_probe_block_came_through(tmp_path: Path) -> None:
+    async def check(world: World) -> None:
+        (prefill,) = world.prefills
+        assert (prefill.num_probes, world.router.peers.checks) == (1, {"ok": 1})
+        assert (world.peer().is_verified, world.peer().revision, world.peer().reason) == (True, "r0", "")
+        assert await world.router.begin(PROMPT, GREEDY) is not None
+        assert prefill.num_probes == 1
+        assert world.router.num_leases == 1
+
+    run_world(tmp_path, check)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"digest": b"\0" * 32}, "CorruptBlockError: digest"),
+        ({"budget_blocks": 5}, "UnsupportedError: budget_blocks"),
+        ({"summary": "mid"}, "UnsupportedError: summary"),
+        ({"handle": "other"}, "LeaseExpiredError"),
+    ],
+)
+def test_a_prefill_service_whose_probe_does_not_come_through_gets_no_prompt(
+    tmp_path: Path, changes: dict[str, Any], reason: str
+) -> None:
+    def break_it(prefills: list[FakePrefill]) -> None:
+        prefills[0].probe_changes = changes
+
+    async def check(world: World) -> None:
+        await world.until(lambda: world.router.peers.checks.total() >= 2)
+        assert world.peer().is_ready
+        assert world.peer().reason.startswith(reason)
+        assert world.router.reasons == [
+            f"kv_path: expected a probe block from {world.addresses[0]}, got {world.peer().reason}"
+        ]
+        assert await world.router.begin(PROMPT, GREEDY) is None
+        assert world.prefills[0].asked == []
+        world.prefills[0].probe_changes = {}
+        await world.until_ready(True)
+        await world.until_nothing_is_held()  # the probes' leases, and the handles that nobody took
+
+    run_world(tmp_path, check, prepare=break_it, is_ready=False)
+
+
+def test_the_path_is_shown_again_after_a_failed_handover_and_not_after_a_refusal(tmp_path: Path) -> None:
+    async def check(world: World) -> None:
+        (prefill,) = world.prefills
+        prefill.error = PoolExhaustedError("max_requests: x")
+        assert await world.router.begin(PROMPT, GREEDY) is None
+        assert world.peer().is_usable
+        prefill.error = EngineFailedError("engine: x")
+        assert await world.router.begin(PROMPT, GREEDY) is None
+        assert world.router.errors == {"PoolExhaustedError": 1, "EngineFailedError": 1}
+        assert world.router.outcomes == {"recomputed": 2}
+        assert not world.peer().is_usable
+        await world.until_ready(True)
+        assert prefill.num_probes == 2
+
+    run_world(tmp_path, check)
+
+
+def test_the_path_is_shown_again_when_a_service_comes_back(tmp_path: Path) -> None:
+    async def check(world: World) -> None:
+        (prefill,) = world.prefills
+        prefill.is_ready = False
+        await world.until_ready(False)
+        assert world.router.reasons == ["prefills: expected one of 1 services to be ready, got none"]
+        prefill.is_ready = True
+        await world.until_ready(True)
+        assert prefill.num_probes == 2
+
+    run_world(tmp_path, check)
+
+
+def test_a_name_with_several_addresses_is_several_services(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "RESOLVE_S", 0.05)
+    names = Names()
+
+    async def check(world: World) -> None:
+        await world.until(lambda: len(world.router.peers.usable()) == 2)
+        port = world.servers[0].port
+        assert set(names.asked) == {("prefill.llm.svc", port)}
+        # A third one appears, and the first one goes while it computes.
+        world.prefills[0].may_answer.clear()
+        world.prefills[1].num_waiting_tokens = 1000
+        await world.until(lambda: world.peer(1).load == 1000)
+        under_way = asyncio.create_task(world.router.begin(PROMPT, GREEDY))
+        await world.until(lambda: bool(world.prefills[0].asked))
+        names.addresses = world.addresses[1:]
+        await world.until(lambda: {peer.client.address for peer in world.router.peers.usable()} == set(names.addresses))
+        assert await world.router.begin(PROMPT, GREEDY) is not None
+        assert [len(prefill.asked) for prefill in world.prefills] == [1, 0, 1]
+        world.prefills[0].may_answer.set()
+        assert await under_way is not None
+        await world.until(lambda: len(world.router.peers._peers) == 2)
+        # It comes back: another process, to be shown again.
+        names.addresses = world.addresses[:1]
+        await world.until(lambda: [peer.client.address for peer in world.router.peers.usable()] == names.addresses)
+        assert world.prefills[0].num_probes == 2
+
+    run_world(tmp_path, check, 3, name="prefill.llm.svc", find=names.find, is_ready=False)
+
+
+def test_a_name_server_that_is_away_takes_nobody_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "RESOLVE_S", 0.05)
+    names = Names()
+
+    async def check(world: World) -> None:
+        names.error = OSError("no answer")
+        num_asked = len(names.asked)
+        await world.until(lambda: len(names.asked) >= num_asked + 3)
+        assert await world.router.begin(PROMPT, GREEDY) is not None
+
+    run_world(tmp_path, check, 2, name="prefill.llm.svc", find=names.find)
+
+
+def test_an_address_stands_for_itself_and_a_name_for_one_family() -> None:
+    assert asyncio.run(resolve("127.0.0.3", 7412)) == ["127.0.0.3:7412"]
+    assert asyncio.run(resolve("::1", 7412)) == ["[::1]:7412"]
+    assert len(asyncio.run(resolve("localhost", 7412))) == 1
