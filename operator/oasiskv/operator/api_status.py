@@ -113,6 +113,9 @@ class ServiceStatus:
     serving_kv_generation: str = ""
     """That decode was last told to serve; differs while the next one comes up."""
 
+    verified_revision: str = ""
+    """For which a checksummed block has crossed from prefill through staging to decode."""
+
     roles: RoleStatuses = field(default_factory=RoleStatuses)
     """Pods by role."""
 

@@ -11,7 +11,16 @@ from oasiskv.operator.names import selector, selector_text
 from oasiskv.operator.placement import Room
 from oasiskv.operator.render import Rendered, num_prefills
 
-MUST = ("Accepted", "ProfileResolved", "StagingReady", "PrefillReady", "DecodeReady", "KVPathVerified", "EndpointReady")
+MUST = (
+    "Accepted",
+    "ProfileResolved",
+    "Applied",
+    "StagingReady",
+    "PrefillReady",
+    "DecodeReady",
+    "KVPathVerified",
+    "EndpointReady",
+)
 """What Ready needs, in the order in which the first that fails is named."""
 
 STATUSES: Mapping[bool | None, Literal["True", "False", "Unknown"]] = {True: "True", False: "False", None: "Unknown"}
@@ -41,6 +50,7 @@ def findings(
         is_switched: Whether decode is told to serve the KV generation that is wanted.
     """
     made = [Finding("Accepted", True, "Valid")]
+    made.append(Finding("Applied", not facts.refused, "Refused" if facts.refused else "Written", facts.refused))
     if room is None:
         made.append(Finding("PlacementFeasible", None, "NodesNotVisible", "the operator may not look at nodes"))
     else:

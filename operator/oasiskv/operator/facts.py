@@ -115,6 +115,9 @@ class Facts:
     decode_pods: Mapping[str, int] = field(default_factory=dict)
     """Number of decode pods that are there, by KV generation."""
 
+    refused: str = ""
+    """What the API server refused to write, and why; empty if nothing."""
+
     verified: frozenset[str] = frozenset()
     """Revisions for which a checksummed block has crossed from prefill through staging to decode."""
 

@@ -5,7 +5,7 @@ import types
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from fractions import Fraction
-from functools import cache
+from functools import cache, lru_cache
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from oasiskv.core.errors import ConfigError
@@ -85,6 +85,7 @@ class SettingsOf:
 Quantity = Annotated[str, QuantityText()]
 
 
+@lru_cache(4096)
 def quantity(text: str) -> Fraction:
     """Return the value of a Kubernetes quantity, such as `16Gi` or `500m`.
 

@@ -1,7 +1,7 @@
 """Makes `Facts` of objects as the API server returns them; the shell reads, this understands."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
@@ -13,9 +13,27 @@ from oasiskv.operator.kinds import quantity, read
 from oasiskv.operator.names import KV, ROLE, SERVICE
 
 Object = Mapping[str, Any]
-VERIFIED = "oasiskv.io/verified-revision"
-"""Annotation of an InferenceService: the revision for which a block has crossed."""
 ENDED = ("Succeeded", "Failed")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pod:
+    """What is kept of a pod, of whomever; a large cluster has many."""
+
+    namespace: str
+    name: str
+    labels: Mapping[str, str]
+    """Those of this operator alone."""
+    node: str
+    """Where it runs; empty while it waits."""
+    requests: Mapping[str, Fraction]
+    """What it holds there, by resource; nothing once it has ended."""
+    configs: tuple[str, ...]
+    """ConfigMaps that it names; of pods of services alone."""
+    ip: str
+    """Of pods of services alone; empty as long as it has none."""
+    is_ready: bool
+    has_ended: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,10 +45,10 @@ class Seen:
     """Those in the service's namespace that carry its label and name it as their owner."""
     decode: Object | None = None
     """The Deployment that KServe made of the InferenceService."""
-    pods: Sequence[Object] = ()
-    """All pods that the operator may see, of others too."""
-    nodes: Sequence[Object] | None = None
-    """None where nodes may not be looked at."""
+    pods: Sequence[Pod] = ()
+    """Those of the service."""
+    nodes: Sequence[Node] | None = None
+    """With what pods of anybody use; None where nodes may not be looked at."""
     profile: Object | None = None
     kinds: frozenset[str] = field(default_factory=frozenset)
 
@@ -45,8 +63,8 @@ def observe(seen: Seen, now: str) -> Facts:
     Raises:
         ConfigError: The profile is none that this operator knows how to read.
     """
-    name, namespace = seen.service["metadata"]["name"], seen.service["metadata"]["namespace"]
-    own = [pod for pod in seen.pods if _is_of(pod, name, namespace) and not _has_ended(pod)]
+    status = _status(seen.service)
+    own = [pod for pod in seen.pods if not pod.has_ended]
     by_kind: dict[str, dict[str, Workload]] = {"Deployment": {}, "StatefulSet": {}}
     inference = None
     for child in seen.children:
@@ -56,21 +74,30 @@ def observe(seen: Seen, now: str) -> Facts:
             inference = child
     decode_pods: dict[str, int] = {}
     for pod in own:
-        if _label(pod, ROLE) == "decode":
-            decode_pods[_label(pod, KV)] = decode_pods.get(_label(pod, KV), 0) + 1
+        if pod.labels.get(ROLE) == "decode":
+            kv = pod.labels.get(KV, "")
+            decode_pods[kv] = decode_pods.get(kv, 0) + 1
+    if seen.decode is not None and seen.decode["spec"].get("replicas", 1):
+        # KServe has not moved it on yet, and what it makes new pods of counts as one.
+        decode_pods.setdefault(_label(seen.decode["spec"]["template"], KV), 1)
     return Facts(
         now=now,
         kinds=seen.kinds,
-        nodes=None if seen.nodes is None else _nodes(seen.nodes, seen.pods, name, namespace),
+        nodes=None if seen.nodes is None else _without(seen.nodes, own),
         profile=_profile(seen.profile),
         children={Ref(child["kind"], child["metadata"]["name"]): _label(child, KV) or None for child in seen.children},
-        configs_in_use=frozenset(_configs([*seen.children, *([seen.decode] if seen.decode else []), *own])),
+        configs_in_use=frozenset(
+            [
+                *_configs([*seen.children, *([seen.decode] if seen.decode else [])]),
+                *(config for pod in own for config in pod.configs),
+            ]
+        ),
         prefills=by_kind["Deployment"],
         stagings=by_kind["StatefulSet"],
         decode=None if inference is None else _decode(inference, seen.decode),
         decode_pods=decode_pods,
-        verified=_verified(inference),
-        status=_status(seen.service),
+        verified=frozenset({status.verified_revision} - {""}),
+        status=status,
     )
 
 
@@ -132,37 +159,57 @@ def _complaint(status: Object) -> str:
     return ""
 
 
-def _verified(inference: Object | None) -> frozenset[str]:
-    if inference is None:
-        return frozenset()
-    revision = inference["metadata"].get("annotations", {}).get(VERIFIED)
-    return frozenset({revision}) if revision else frozenset()
-
-
-def _nodes(nodes: Sequence[Object], pods: Iterable[Object], name: str, namespace: str) -> tuple[Node, ...]:
+def _without(nodes: Sequence[Node], own: Iterable[Pod]) -> tuple[Node, ...]:
+    """Return nodes without what a service's own pods with a GPU use, since room is looked for anew for all of them."""
     used: dict[str, dict[str, Fraction]] = {}
-    for pod in pods:
-        place = pod["spec"].get("nodeName")
-        is_own_engine = _is_of(pod, name, namespace) and _label(pod, ROLE) in ("prefill", "decode")
-        if place is None or is_own_engine or _has_ended(pod):
-            continue
-        here = used.setdefault(place, {})
-        for resource, amount in _requests(pod).items():
-            here[resource] = here.get(resource, Fraction()) + amount
-    return tuple(
-        Node(
-            name=node["metadata"]["name"],
-            labels=node["metadata"].get("labels", {}),
-            allocatable={key: quantity(str(value)) for key, value in node["status"].get("allocatable", {}).items()},
-            used=used.get(node["metadata"]["name"], {}),
-            taints=tuple(
-                Taint(key=taint["key"], value=taint.get("value", ""), effect=taint["effect"])
-                for taint in node["spec"].get("taints", ())
-            ),
-            is_ready=not node["spec"].get("unschedulable", False)
-            and any(each["type"] == "Ready" and each["status"] == "True" for each in node["status"]["conditions"]),
-        )
-        for node in nodes
+    for pod in own:
+        if pod.node and pod.labels.get(ROLE) in ("prefill", "decode"):
+            add(used.setdefault(pod.node, {}), pod.requests)
+    made = []
+    for node in nodes:
+        if less := used.get(node.name):
+            left = {name: amount - less.get(name, 0) for name, amount in node.used.items()}
+            node = replace(node, used=left)
+        made.append(node)
+    return tuple(made)
+
+
+def add(total: dict[str, Fraction], amounts: Mapping[str, Fraction], sign: int = 1) -> None:
+    """Add amounts of resources to a total, or take them off again."""
+    for name, amount in amounts.items():
+        total[name] = total.get(name, Fraction()) + sign * amount
+
+
+def read_node(node: Object) -> Node:
+    """Return what is kept of a node."""
+    return Node(
+        name=node["metadata"]["name"],
+        labels=node["metadata"].get("labels", {}),
+        allocatable={key: quantity(str(value)) for key, value in node["status"].get("allocatable", {}).items()},
+        taints=tuple(
+            Taint(key=taint["key"], value=taint.get("value", ""), effect=taint["effect"])
+            for taint in node["spec"].get("taints", ())
+        ),
+        is_ready=not node["spec"].get("unschedulable", False)
+        and any(each["type"] == "Ready" and each["status"] == "True" for each in node["status"].get("conditions", ())),
+    )
+
+
+def read_pod(pod: Object) -> Pod:
+    """Return what is kept of a pod."""
+    metadata, spec, status = pod["metadata"], pod["spec"], pod.get("status", {})
+    labels = {key: value for key, value in metadata.get("labels", {}).items() if key in (SERVICE, ROLE, KV)}
+    has_ended = status.get("phase") in ENDED
+    return Pod(
+        namespace=metadata["namespace"],
+        name=metadata["name"],
+        labels=labels,
+        node=spec.get("nodeName", ""),
+        requests={} if has_ended else _requests(pod),
+        configs=tuple(_configs([pod])) if SERVICE in labels else (),
+        ip=status.get("podIP", "") if SERVICE in labels else "",
+        is_ready=any(each["type"] == "Ready" and each["status"] == "True" for each in status.get("conditions", ())),
+        has_ended=has_ended,
     )
 
 
@@ -185,14 +232,6 @@ def _configs(objects: Iterable[Object]) -> Iterable[str]:
         for volume in pod.get("volumes", ()):
             if "configMap" in volume:
                 yield volume["configMap"]["name"]
-
-
-def _is_of(pod: Object, name: str, namespace: str) -> bool:
-    return bool(pod["metadata"]["namespace"] == namespace and _label(pod, SERVICE) == name)
-
-
-def _has_ended(pod: Object) -> bool:
-    return pod.get("status", {}).get("phase") in ENDED
 
 
 def _label(made: Object, key: str) -> str:

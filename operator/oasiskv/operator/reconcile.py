@@ -70,6 +70,7 @@ def reconcile(service: Mapping[str, Any], facts: Facts) -> Outcome:
         url=facts.decode.url if facts.decode is not None else "",
         kv_generation=rendered.kv,
         serving_kv_generation=live or "",
+        verified_revision=rendered.revision if rendered.revision in facts.verified else "",
         roles=roles(metadata["name"], facts),
         placement=room.status if room is not None else facts.status.placement,
         pinned=pin,

@@ -1,0 +1,205 @@
+"""One turn of one service: read, decide, write what differs, delete what is too much, say what holds."""
+
+import logging
+import random
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+from oasiskv.core.errors import ConfigError
+from oasiskv.operator.api_status import ServiceStatus
+from oasiskv.operator.client import MANAGER, ApiError, BusyError, Client, ConflictError, NotFoundError, RefusedError
+from oasiskv.operator.differs import differs
+from oasiskv.operator.facts import Facts, Ref
+from oasiskv.operator.kinds import write
+from oasiskv.operator.metrics import Metrics
+from oasiskv.operator.observe import Seen, observe
+from oasiskv.operator.reconcile import Outcome, reconcile
+from oasiskv.operator.resources import CHILDREN, PROFILES, SERVICES, owner_uid
+from oasiskv.operator.store import Store
+
+Key = tuple[str, str]
+Object = Mapping[str, Any]
+FIRST_S, LONGEST_S, REFUSED_S = 0.5, 60.0, 300.0
+"""Wait after a failed turn: doubled each time up to the second, or the third where the API server said no."""
+
+log = logging.getLogger(__name__)
+
+
+class Shell:
+    """Takes turns.
+
+    Args:
+        client: The API server.
+        store: What is known of the cluster.
+        metrics: What is counted.
+        may_write: Asked before every write.
+        now: Time, in RFC 3339.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        store: Store,
+        metrics: Metrics,
+        may_write: Callable[[], bool] = lambda: True,
+        now: Callable[[], str] = lambda: datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+    ) -> None:
+        self._client, self._store, self._metrics = client, store, metrics
+        self._may_write, self._now = may_write, now
+        self._num_failed: dict[Key, int] = {}
+        self.services: set[Key] = set()
+        """Those that are there."""
+        self.lacking: set[Key] = set()
+        """Those whose pods lack room."""
+
+    async def turn(self, key: Key) -> float | None:
+        """Take a turn of a service; return in how many seconds another one is needed, None for when it is woken."""
+        begin_s, result = time.perf_counter(), "done"
+        try:
+            await self._turn(key)
+            self._num_failed.pop(key, None)
+            return None
+        except (ApiError, ConfigError) as error:
+            result = _result(error)
+            wait_s = self._wait_s(key, error)
+            fields = {"namespace": key[0], "service": key[1], "error": str(error), "again_in_s": round(wait_s, 1)}
+            log.log(logging.INFO if result == "conflict" else logging.WARNING, "turn failed", extra=fields)
+            return wait_s
+        finally:
+            self._metrics.reconcile_s.labels(result).observe(time.perf_counter() - begin_s)
+
+    async def _turn(self, key: Key) -> None:
+        try:
+            service = await self._client.get(SERVICES.path(*key))
+        except NotFoundError:
+            self._forget(key)
+            return
+        if "deletionTimestamp" in service["metadata"]:
+            return
+        self.services.add(key)
+        facts = await self._look(key, service)
+        outcome = reconcile(service, facts)
+        try:
+            await self._carry_out(key, service, outcome)
+        except RefusedError as error:
+            outcome = reconcile(service, replace(facts, refused=str(error)))
+            await self._say(key, service, outcome.status)
+            raise
+        await self._say(key, service, outcome.status)
+
+    def _forget(self, key: Key) -> None:
+        self.services.discard(key)
+        self.lacking.discard(key)
+        self._num_failed.pop(key, None)
+        self._metrics.says(key, ())
+
+    async def _look(self, key: Key, service: Object) -> Facts:
+        profile = None
+        if name := ((service.get("spec") or {}).get("profile") or {}).get("name"):
+            try:
+                profile = await self._client.get(PROFILES.path(key[0], name))
+            except NotFoundError:
+                profile = None
+        seen = Seen(
+            service=service,
+            children=list(self._store.children(key, service["metadata"]["uid"]).values()),
+            decode=self._store.decode(key),
+            pods=self._store.pods(key),
+            nodes=self._store.nodes(),
+            profile=profile,
+            kinds=self._store.kinds,
+        )
+        return observe(seen, self._now())
+
+    async def _carry_out(self, key: Key, service: Object, outcome: Outcome) -> None:
+        for made in outcome.apply:
+            await self._apply(key, service, made)
+        children = self._store.children(key, service["metadata"]["uid"])
+        for ref in outcome.delete:
+            if (live := children.get(ref)) is not None and "deletionTimestamp" not in live["metadata"]:
+                await self._delete(live)
+
+    async def _apply(self, key: Key, service: Object, made: Object) -> None:
+        ref = Ref(made["kind"], made["metadata"]["name"])
+        path = CHILDREN[ref.kind].path(key[0], ref.name)
+        live = self._store.namesake(key, ref)
+        if live is None:
+            # It may be there without our labels. Applying would take it away from whoever made it.
+            try:
+                live = await self._client.get(path)
+            except NotFoundError:
+                live = None
+        if live is not None:
+            _check_owner(live, service)
+            if not differs(made, live, MANAGER):
+                self._store.put(live)
+                return
+        self._check_right()
+        self._store.put(await self._client.apply(path, made))
+        self._wrote("apply", ref.kind, key, ref.name)
+
+    async def _delete(self, live: Object) -> None:
+        kind, metadata = live["kind"], live["metadata"]
+        self._check_right()
+        try:
+            await self._client.delete(CHILDREN[kind].path(metadata["namespace"], metadata["name"]), metadata["uid"])
+        except NotFoundError:
+            log.debug("already gone", extra={"kind": kind, "object": metadata["name"]})
+        self._store.drop(live)
+        self._wrote("delete", kind, (metadata["namespace"], metadata["labels"]["oasiskv.io/service"]), metadata["name"])
+
+    async def _say(self, key: Key, service: Object, status: ServiceStatus) -> None:
+        self._metrics.says(key, status.conditions)
+        feasible = next((each for each in status.conditions if each.type == "PlacementFeasible"), None)
+        if feasible is not None and feasible.status == "False":
+            self.lacking.add(key)
+        else:
+            self.lacking.discard(key)
+        if (wanted := write(status)) == service.get("status"):
+            return
+        self._check_right()
+        # Not by apply, which fails as a whole where the installed definition is older than the operator and lacks a
+        # field. The version that was read goes along, so that nothing is said of a spec that has changed meanwhile.
+        await self._client.update(SERVICES.path(*key, "status"), {**service, "status": wanted})
+        self._wrote("status", service["kind"], key, key[1])
+
+    def _check_right(self) -> None:
+        if not self._may_write():
+            raise ConflictError("lease: expected to hold it before a write, got none")
+
+    def _wrote(self, verb: str, kind: str, key: Key, name: str) -> None:
+        self._metrics.writes.labels(verb, kind).inc()
+        fields = {"verb": verb, "kind": kind, "object": name, "namespace": key[0], "service": key[1]}
+        log.info("wrote", extra=fields)
+
+    def _wait_s(self, key: Key, error: Exception) -> float:
+        number = self._num_failed[key] = self._num_failed.get(key, 0) + 1
+        most = REFUSED_S if isinstance(error, RefusedError | ConfigError) else LONGEST_S
+        wait_s = min(FIRST_S * 2.0 ** min(number - 1, 20), most)
+        if isinstance(error, BusyError):
+            wait_s = max(wait_s, error.retry_after_s)
+        # Services that failed together shall not all come back together.
+        return wait_s * random.uniform(1.0, 1.3)
+
+
+def _check_owner(live: Object, service: Object) -> None:
+    uid = owner_uid(live)
+    if uid == service["metadata"]["uid"]:
+        return
+    what = f"{live['kind']} {live['metadata']['name']}"
+    if uid is not None and live["metadata"].get("labels", {}).get("oasiskv.io/service") == service["metadata"]["name"]:
+        # Of an earlier service of that name; the garbage collector is on its way.
+        raise ConflictError(
+            f"{what}: expected it to belong to this service, got one of an earlier service of that name"
+        )
+    raise RefusedError(f"{what}: expected none of that name or one of this service, got one that somebody else made")
+
+
+def _result(error: Exception) -> str:
+    for kind, name in ((ConflictError, "conflict"), (BusyError, "busy"), (RefusedError, "refused")):
+        if isinstance(error, kind):
+            return name
+    return "failed"
