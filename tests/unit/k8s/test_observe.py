@@ -1,3 +1,4 @@
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -5,7 +6,7 @@ import pytest
 
 from oasiskv.operator.facts import Facts, Ref, Taint, Workload
 from oasiskv.operator.kinds import write
-from oasiskv.operator.observe import VERIFIED, Seen, observe
+from oasiskv.operator.observe import Seen, add, observe, read_node, read_pod
 from oasiskv.operator.reconcile import reconcile
 from oasiskv.operator.testing import service
 
@@ -56,8 +57,14 @@ def node(**spec: Any) -> dict[str, Any]:
     }
 
 
-def facts(**seen: Any) -> Facts:
-    return observe(Seen(service=service(), **seen), "2026-01-01T00:00:00Z")
+def facts(pods: Any = (), nodes: Any = None, **seen: Any) -> Facts:
+    used: dict[str, Fraction] = {}
+    read = [read_pod(pod) for pod in pods]
+    for each in read:
+        add(used, each.requests if each.node else {})
+    own = [each for each in read if (each.namespace, each.labels.get("oasiskv.io/service")) == ("llm", "chat")]
+    found = None if nodes is None else [replace(read_node(each), used=used) for each in nodes]
+    return observe(Seen(service=service(), pods=own, nodes=found, **seen), "2026-01-01T00:00:00Z")
 
 
 def test_a_cluster_with_nothing_in_it_is_what_a_new_service_sees() -> None:
@@ -171,9 +178,18 @@ def test_a_status_that_cannot_be_read_is_as_none() -> None:
     assert observe(Seen(service=of), "now") == observe(Seen(service=service()), "now")
 
 
-def test_what_was_verified_is_in_an_annotation() -> None:
-    assert facts(children=[inference(annotations={VERIFIED: "r"})]).verified == {"r"}
-    assert facts(children=[inference()]).verified == frozenset()
+def test_a_template_that_kserve_still_makes_pods_of_counts_as_a_pod() -> None:
+    old = workload("Deployment", "decode", kv="old")
+    assert facts(children=[inference("new")], decode=old).decode_pods == {"old": 1}
+    old["spec"]["replicas"] = 0
+    assert facts(children=[inference("new")], decode=old).decode_pods == {}
+
+
+def test_what_was_verified_is_in_the_status() -> None:
+    of = service()
+    of["status"] = write(reconcile(of, Facts(now="2026-01-01T00:00:00Z")).status) | {"verifiedRevision": "r"}
+    assert observe(Seen(service=of), "now").verified == {"r"}
+    assert facts().verified == frozenset()
 
 
 def test_a_profile_is_read_with_its_generation() -> None:

@@ -1,0 +1,290 @@
+"""What a turn does about every kind of answer of the API server, and that it writes no more than it has to."""
+
+import asyncio
+import copy
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from prometheus_client import generate_latest
+
+from oasiskv.operator.metrics import Metrics
+from oasiskv.operator.resources import CHILDREN, SERVICES
+from oasiskv.operator.shell import FIRST_S, LONGEST_S, REFUSED_S, Shell
+from oasiskv.operator.store import Store
+from oasiskv.operator.testing import service
+from oasiskv.operator.testing_fake import FakeApi
+
+KEY = ("llm", "chat")
+PATH = SERVICES.path(*KEY)
+
+
+class Bench:
+    """A shell over an API server in memory."""
+
+    def __init__(self, api: FakeApi) -> None:
+        self.api, self.woken, self.may_write = api, [0], True
+        self.metrics = Metrics()
+        self.store = Store(api.client, (), True, lambda key: self.woken.append(0))
+        self.shell = self.make_shell()
+
+    def make_shell(self) -> Shell:
+        return Shell(self.api.client, self.store, self.metrics, lambda: self.may_write, lambda: "2026-01-01T00:00:00Z")
+
+    async def start(self) -> None:
+        self.store.start()
+        await self.store.look_for_kinds()
+
+    async def turn(self) -> float | None:
+        self.api.calls.clear()
+        return await self.shell.turn(KEY)
+
+    def writes(self) -> list[tuple[str, str]]:
+        return [call for call in self.api.calls if call[0] != "GET"]
+
+    def condition(self, kind: str) -> dict[str, Any]:
+        found: dict[str, Any] = next(
+            each for each in self.api.objects[PATH]["status"]["conditions"] if each["type"] == kind
+        )
+        return found
+
+
+def run(test: Callable[[Bench], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with FakeApi() as api:
+            api.groups = {"serving.kserve.io/v1beta1"}
+            api.put(service())
+            bench = Bench(api)
+            await bench.start()
+            try:
+                await test(bench)
+            finally:
+                await bench.store.stop()
+
+    asyncio.run(main())
+
+
+def test_everything_is_written_and_a_second_turn_writes_nothing() -> None:
+    async def test(bench: Bench) -> None:
+        assert await bench.turn() is None
+        assert [call[0] for call in bench.writes()] == ["PATCH"] * 13 + ["PUT"]
+        await bench.turn()  # says what the first one made
+        assert [call[0] for call in bench.writes()] == ["PUT"]
+        assert await bench.turn() is None
+        assert bench.api.calls == [("GET", PATH)]
+        bench.shell = bench.make_shell()
+        assert await bench.turn() is None
+        assert bench.writes() == []
+
+    run(test)
+
+
+def test_a_child_that_somebody_changed_is_written_again_alone() -> None:
+    async def test(bench: Bench) -> None:
+        await bench.turn()
+        await bench.turn()
+        path = next(path for path in bench.api.objects if "/deployments/" in path)
+        made = copy.deepcopy(bench.api.objects[path])
+        made["spec"]["replicas"] = 7
+        bench.store.put(bench.api.put(made))
+        await bench.turn()
+        assert [call for call in bench.writes() if call[0] == "PATCH"] == [("PATCH", path)]
+        assert bench.api.objects[path]["spec"]["replicas"] == 1
+
+    run(test)
+
+
+def test_what_is_too_much_is_deleted_after_everything_was_written() -> None:
+    async def test(bench: Bench) -> None:
+        await bench.turn()
+        changed = service({**service()["spec"], "networkPolicy": "Disabled", "image": "oasiskv/engine:2"})
+        bench.api.put({**changed, "metadata": {"name": "chat", "namespace": "llm", "generation": 2}})
+        await bench.turn()
+        verbs = [call[0] for call in bench.writes()]
+        assert verbs == sorted(verbs, key=["PATCH", "DELETE", "PUT"].index)
+        assert verbs.count("DELETE") == 3
+        assert not [path for path in bench.api.objects if "networkpolicies" in path]
+
+    run(test)
+
+
+def test_what_is_gone_already_is_as_good_as_deleted() -> None:
+    async def test(bench: Bench) -> None:
+        await bench.turn()
+        changed = service({**service()["spec"], "networkPolicy": "Disabled"})
+        bench.api.put({**changed, "metadata": {"name": "chat", "namespace": "llm", "generation": 2}})
+        bench.api.fail("DELETE", "/networkpolicies/", 404, left=3)
+        assert await bench.turn() is None
+
+    run(test)
+
+
+def test_a_service_that_is_gone_is_forgotten() -> None:
+    async def test(bench: Bench) -> None:
+        await bench.turn()
+        bench.api.remove(PATH)
+        assert await bench.turn() is None
+        assert (bench.shell.services, bench.writes()) == (set(), [])
+        assert b"oasiskv_operator_condition{" not in _text(bench.metrics)
+
+    run(test)
+
+
+def test_a_service_that_is_being_deleted_is_left_alone() -> None:
+    async def test(bench: Bench) -> None:
+        bench.api.objects[PATH]["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+        assert await bench.turn() is None
+        assert bench.writes() == []
+
+    run(test)
+
+
+def test_a_conflict_is_tried_again_soon() -> None:
+    async def test(bench: Bench) -> None:
+        bench.api.fail("PATCH", "/deployments/", 409)
+        wait_s = await bench.turn()
+        assert wait_s is not None
+        assert FIRST_S <= wait_s <= 1.3 * FIRST_S
+        assert await bench.turn() is None
+        # A status about a spec that changed meanwhile is not written.
+        bench.api.fail("PUT", "/status", 409)
+        bench.api.objects[PATH]["spec"]["decode"]["replicas"] = 5
+        assert await bench.turn() is not None
+
+    run(test)
+
+
+@pytest.mark.parametrize("code", [400, 403, 422])
+def test_what_is_refused_is_said_in_the_status_and_tried_ever_less_often(code: int) -> None:
+    async def test(bench: Bench) -> None:
+        bench.api.fail("PATCH", "/statefulsets/", code, left=20)
+        wait_s = await bench.turn()
+        assert wait_s is not None
+        # What comes after it in order is not made without it.
+        assert not [call for call in bench.writes() if "inferenceservices" in call[1]]
+        applied = bench.condition("Applied")
+        assert (applied["status"], applied["reason"]) == ("False", "Refused")
+        assert f"got {code}: told to fail" in applied["message"]
+        assert bench.condition("Ready")["message"].startswith("Applied: PATCH")
+        waits = [await bench.turn() for _ in range(15)]
+        assert bench.writes() == [("PATCH", next(call[1] for call in bench.writes()))]
+        assert all(wait is not None for wait in waits)
+        assert REFUSED_S <= (waits[-1] or 0) <= 1.3 * REFUSED_S
+        bench.api.failures.clear()
+        assert await bench.turn() is None
+        assert bench.condition("Applied")["status"] == "True"
+
+    run(test)
+
+
+def test_a_busy_server_is_given_the_time_that_it_asks_for() -> None:
+    async def test(bench: Bench) -> None:
+        bench.api.fail("PATCH", "/services/", 429, headers={"Retry-After": "17"})
+        wait_s = await bench.turn()
+        assert wait_s is not None
+        assert 17 <= wait_s <= 1.3 * 17
+        assert "status" not in bench.api.objects[PATH]  # nothing is said of what is not known
+        assert await bench.turn() is None
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("verb", "part"), [("GET", "/oasiskvservices/"), ("PATCH", "/configmaps/"), ("PUT", "/status")]
+)
+def test_a_broken_server_is_asked_ever_less_often_and_in_the_end_everything_is_there(verb: str, part: str) -> None:
+    async def test(bench: Bench) -> None:
+        bench.api.fail(verb, part, 503, left=12)
+        waits = [await bench.turn() or 0.0 for _ in range(12)]
+        assert FIRST_S <= waits[0] <= 1.3 * FIRST_S
+        assert LONGEST_S <= waits[-1] <= 1.3 * LONGEST_S
+        assert await bench.turn() is None
+        assert len(bench.store.children(KEY, "5f0c")) == 13
+        bench.api.fail(verb, part, 503)
+        # Success makes it hopeful again.
+        if verb == "GET":
+            assert (await bench.turn() or 0) <= 1.3 * FIRST_S
+
+    run(test)
+
+
+def test_without_the_lease_nothing_is_written() -> None:
+    async def test(bench: Bench) -> None:
+        bench.may_write = False
+        assert await bench.turn() is not None
+        assert bench.writes() == []
+
+    run(test)
+
+
+def test_an_object_that_somebody_else_made_is_not_taken_from_them() -> None:
+    async def test(bench: Bench) -> None:
+        metadata = {"name": "chat", "namespace": "llm", "labels": {"app": "theirs"}}
+        theirs = {"apiVersion": "serving.kserve.io/v1beta1", "kind": "InferenceService", "metadata": metadata}
+        path = CHILDREN["InferenceService"].path("llm", "chat")
+        before = copy.deepcopy(bench.api.put({**theirs, "spec": {"predictor": {"minReplicas": 9}}}))
+        assert await bench.turn() is not None
+        assert bench.api.objects[path] == before
+        message = bench.condition("Applied")["message"]
+        assert message == (
+            "InferenceService chat: expected none of that name or one of this service, got one that somebody else made"
+        )
+
+    run(test)
+
+
+def test_what_an_earlier_service_of_that_name_left_is_waited_for() -> None:
+    async def test(bench: Bench) -> None:
+        await bench.turn()
+        again = service()
+        again["metadata"]["uid"] = "new"
+        bench.api.put(again)
+        wait_s = await bench.turn()
+        assert wait_s is not None
+        assert wait_s <= 1.3 * FIRST_S
+        assert bench.writes() == []
+        for path in [path for path in bench.api.objects if path != PATH]:
+            made = bench.api.objects[path]
+            bench.api.remove(path)
+            bench.store.drop(made)
+        assert await bench.turn() is None
+        assert len(bench.store.children(KEY, "new")) == 13
+
+    run(test)
+
+
+def test_a_profile_that_is_named_is_read() -> None:
+    async def test(bench: Bench) -> None:
+        spec = {**service()["spec"], "profile": {"name": "h100"}}
+        del spec["network"]
+        bench.api.put(service(spec))
+        await bench.turn()
+        assert bench.condition("ProfileResolved")["reason"] == "NotFound"
+        metadata = {"name": "h100", "namespace": "llm"}
+        profile = {"apiVersion": "oasiskv.io/v1alpha1", "kind": "OasisKVProfile", "metadata": metadata, "spec": {}}
+        bench.api.put(profile)
+        await bench.turn()
+        assert bench.condition("ProfileResolved")["status"] == "True"
+
+    run(test)
+
+
+def test_a_kind_that_appears_is_used_and_one_that_goes_is_not_missed() -> None:
+    async def test(bench: Bench) -> None:
+        await bench.turn()
+        bench.api.groups.add("monitoring.coreos.com/v1")
+        assert await bench.store.look_for_kinds()
+        assert not await bench.store.look_for_kinds()
+        await bench.turn()
+        assert CHILDREN["PodMonitor"].path("llm", "chat") in bench.api.objects
+        bench.api.groups.clear()
+        assert await bench.store.look_for_kinds()
+        assert await bench.turn() is None
+        assert bench.condition("DecodeReady")["reason"] == "KServeMissing"
+        assert {ref.kind for ref in bench.store.children(KEY, "5f0c")}.isdisjoint({"PodMonitor", "InferenceService"})
+
+    run(test)
+
+
+def _text(metrics: Metrics) -> bytes:
+    return generate_latest(metrics.registry)
