@@ -36,6 +36,7 @@ LOOKAHEAD = {
     "hostDtype": "auto",
     "switch": "early",
     "signal": "joined",
+    "handoverMode": "full",
 }
 FULL: dict[str, Any] = {
     **SPEC,
