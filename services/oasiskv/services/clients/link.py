@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 from oasiskv.core.errors import OasisError, PeerUnavailableError
@@ -29,7 +30,8 @@ class StagingLink:
     """
 
     def __init__(self, config: SessionConfig, attach: Attach) -> None:
-        self._config = config
+        # Workers share the peer, so it is replaced here, with the workers told.
+        self._config = replace(config, reconnects=False)
         self._attach = attach
         self._session: StagingSession | None = None
         self._epoch = ""

@@ -61,6 +61,9 @@ class Lease:
 
     lease_id: str
     num_blocks: int
+    peer_id: str = field(repr=False)
+    """Whose it is: another one, once the session had to register anew."""
+
     block_ids: NDArray[np.uint64] | None = None
     """`[num_blocks]`, of a write lease."""
 
@@ -110,6 +113,7 @@ class Mover:
         self._wait = wait
         self._pool = pool
         self._timeout_s = timeout_s
+        self._buffers: list[NDArray[np.uint8]] = []
         self.reason = reason
         self.num_retried_blocks = 0
 
@@ -125,7 +129,18 @@ class Mover:
                 return "stream"
 
     def register(self, buffer: NDArray[np.uint8]) -> None:
-        """Make a buffer known; where that fails, bytes go by stream from now on."""
+        """Make a buffer known, and keep it alive; where that fails, bytes go by stream from now on."""
+        self._buffers.append(buffer)
+        self._register(buffer)
+
+    def reopen(self, registered: pb.RegisterPeerResponse, pool: Pool | None, reason: str) -> None:
+        """Go on as another peer, of a service that was started again."""
+        self.close()
+        self._registered, self._pool, self.reason = registered, pool, reason
+        for buffer in self._buffers:
+            self._register(buffer)
+
+    def _register(self, buffer: NDArray[np.uint8]) -> None:
         if isinstance(self._pool, OneSidedPool):
             try:
                 self._pool.register(buffer)
@@ -135,6 +150,7 @@ class Mover:
     def put(self, lease: Lease, block_indices: NDArray[np.intp], first_part: int, data: NDArray[np.uint8]) -> None:
         """Write parts; see `StagingSession.put`."""
         self._check(lease, block_indices, first_part, data)
+        self._check_peer(lease)
         if lease.block_ids is None or lease.sums is None:
             raise InvalidRequestError("lease: expected a write lease, got a read lease")
         if not len(data):
@@ -179,6 +195,7 @@ class Mover:
         if lease.sums is None:
             raise InvalidRequestError("lease: expected a write lease, got a read lease")
         self._check_indices(lease, block_indices)
+        self._check_peer(lease)
         given = lease.sums[block_indices] if sums is None else sums
         step = max(1, PARTS_PER_MESSAGE // self._registered.num_parts)
         for start in range(0, len(block_indices), step):
@@ -199,6 +216,8 @@ class Mover:
         self._check(lease, block_indices, first_part, out)
         if not len(out):
             return np.zeros(0, np.int8)
+        if lease.peer_id != self._registered.peer_id:
+            return np.full(len(out), FetchStatus.LOST, np.int8)
         is_right = np.zeros(len(out), np.bool_)
         had_pool = self._pool is not None
         if had_pool:
@@ -337,6 +356,11 @@ class Mover:
         if not (first_part >= 0 and 1 <= pieces.shape[1] <= num_parts - first_part):
             raise InvalidRequestError(f"first_part: expected parts among {num_parts}, got {first_part}")
         self._check_indices(lease, block_indices)
+
+    def _check_peer(self, lease: Lease) -> None:
+        # Its block ids are places in the pool of a service that is gone; in the new one they are others' blocks.
+        if lease.peer_id != self._registered.peer_id:
+            raise LeaseExpiredError("lease: expected one from after the service was started again; this one is lost")
 
     def _check_indices(self, lease: Lease, block_indices: NDArray[np.intp]) -> None:
         if len(block_indices) and not (block_indices.min() >= 0 and block_indices.max() < lease.num_blocks):

@@ -1,18 +1,25 @@
 """What an engine uses of a staging service: plain calls that return futures, for many blocks at a time."""
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from oasiskv.core.errors import InvalidRequestError, LeaseExpiredError, OasisError, UnsupportedError
+from oasiskv.core.errors import (
+    InvalidRequestError,
+    LeaseExpiredError,
+    OasisError,
+    PeerUnavailableError,
+    UnsupportedError,
+)
 from oasiskv.core.fingerprint import Fingerprint
 from oasiskv.core.service_config import TlsConfig
 from oasiskv.protos.staging.v1 import staging_pb2 as pb
@@ -25,6 +32,9 @@ from oasiskv.services.nixl import net_devices
 __all__ = ["FetchStatus", "Lease", "SessionConfig", "StagingSession"]
 
 logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
+AWAY_S = 0.5
+"""Between two looks at a service that does not answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,11 +68,18 @@ class SessionConfig:
     ttl_s: float = 30.0
     """How long leases outlive this process, in seconds; while it lives they are renewed."""
 
+    reconnects: bool = True
+    """Whether to register anew by itself when the service was started again; False where other processes share the
+    peer and have to be told."""
+
 
 class StagingSession:
     """One peer of a staging service. Calls come from one thread; threads of the session do what takes time.
 
     Transfers and seals are carried out one after another in the order of the calls.
+
+    When the service was started again, its blocks in memory are gone: blocks of leases from before are LOST, and what
+    else is done with such a lease raises LeaseExpiredError. The session registers anew by itself, and its buffers too.
     """
 
     def __init__(self, config: SessionConfig, *, token: str = "") -> None:
@@ -78,8 +95,11 @@ class StagingSession:
         self._config = config
         self._is_closed = False
         self._data_thread = ThreadPoolExecutor(1, thread_name_prefix="oasiskv-staging-data")
-        self._buffers: list[NDArray[np.uint8]] = []
         self._link: AttachedLink | None = None
+        self._reviving = asyncio.Lock()
+        self._look = asyncio.Event()
+        self.num_reconnects = 0
+        """Times that the service was found to have been started again, and this session registered anew."""
         # Of this process alone: a session that joined releases nothing of the others.
         self._leases: set[str] = set()
         self._tasks: list[asyncio.Task[None]] = []
@@ -128,7 +148,6 @@ class StagingSession:
         """
         if not buffer.flags.c_contiguous:
             raise InvalidRequestError("buffer: expected contiguous memory")
-        self._buffers.append(buffer)
         self._data_thread.submit(self._moves.register, buffer).result()
 
     def allocate(self, num_blocks: int) -> "Future[Lease]":
@@ -139,7 +158,7 @@ class StagingSession:
         """Return a lease that another process of this peer took; that one releases it."""
         lease_id, num_blocks, ids = token.split(".")
         block_ids = np.frombuffer(bytes.fromhex(ids), "<u8").astype(np.uint64)
-        return self._new_lease(lease_id, int(num_blocks), block_ids if len(block_ids) else None)
+        return self._new_lease(lease_id, int(num_blocks), block_ids if len(block_ids) else None, self._peer_id)
 
     def put(
         self, lease: Lease, block_indices: Sequence[int] | NDArray[Any], first_part: int, data: NDArray[np.uint8]
@@ -178,17 +197,13 @@ class StagingSession:
 
     def lease(self, block_keys: Sequence[bytes], min_blocks: int = 1) -> "Future[Lease]":
         """Take a read lease on the longest prefix of keys that is held. Fails as Lease of the contract."""
-        request = pb.LeaseRequest(
-            peer_id=self._peer_id,
-            keys=pb.BlockKeys(block_keys=block_keys),
-            min_blocks=min_blocks,
-            ttl_ms=self._ttl_ms,
-        )
+        keys = pb.BlockKeys(block_keys=block_keys)
+        request = pb.LeaseRequest(keys=keys, min_blocks=min_blocks, ttl_ms=self._ttl_ms)
         return background.submit(self._take(request))
 
     def accept(self, handle: str, min_blocks: int = 1) -> "Future[Lease]":
         """Take over a handle as a read lease. Fails as Lease of the contract."""
-        request = pb.LeaseRequest(peer_id=self._peer_id, handle=handle, min_blocks=min_blocks, ttl_ms=self._ttl_ms)
+        request = pb.LeaseRequest(handle=handle, min_blocks=min_blocks, ttl_ms=self._ttl_ms)
         return background.submit(self._take(request))
 
     def hand_off(self, lease: Lease) -> "Future[str]":
@@ -244,29 +259,34 @@ class StagingSession:
         self._client = StagingClient(
             config.address, tls=config.tls, timeout_s=config.timeout_s, max_message_bytes=message_bytes
         )
-        self._is_owner = not token
-        reason = ""
+        # One that joined cannot tell the others of another peer.
+        self._may_register = config.reconnects and not token
         if token:
-            self._registered = pb.RegisterPeerResponse.FromString(bytes.fromhex(token))
-        else:
-            request = pb.RegisterPeerRequest(
-                fingerprint=pb.Fingerprint(**asdict(config.fingerprint)),
-                name=config.name,
-                access=self._access(),
-            )
-            try:
-                self._registered = await self._client.call(self._client.stub.RegisterPeer, request)
-            except UnsupportedError as error:
-                if not str(error).startswith("access"):
-                    raise
-                request.access = pb.ACCESS_STREAM
-                self._registered = await self._client.call(self._client.stub.RegisterPeer, request)
-                reason = str(error)
-        self._peer_id = self._registered.peer_id
-        self._ttl_ms = min(round(config.ttl_s * 1000), self._registered.max_lease_ttl_ms)
-        if self._is_owner:
-            self._tasks.append(asyncio.create_task(self._renew()))
+            self._note(pb.RegisterPeerResponse.FromString(bytes.fromhex(token)))
+            return await self._choose_path()
+        found = await self._register()
+        self._tasks.append(asyncio.create_task(self._renew_forever()))
+        return found
+
+    async def _register(self) -> "tuple[Pool | None, str]":
+        """Become a peer, and choose how bytes move."""
+        fingerprint = pb.Fingerprint(**asdict(self._config.fingerprint))
+        request = pb.RegisterPeerRequest(fingerprint=fingerprint, name=self._config.name, access=self._access())
+        reason = ""
+        try:
+            registered = await self._client.call(self._client.stub.RegisterPeer, request)
+        except UnsupportedError as error:
+            if not str(error).startswith("access"):
+                raise
+            request.access = pb.ACCESS_STREAM
+            registered = await self._client.call(self._client.stub.RegisterPeer, request)
+            reason = str(error)
+        self._note(registered)
         return (None, reason) if reason else await self._choose_path()
+
+    def _note(self, registered: pb.RegisterPeerResponse) -> None:
+        self._registered, self._peer_id = registered, registered.peer_id
+        self._ttl_ms = min(round(self._config.ttl_s * 1000), registered.max_lease_ttl_ms)
 
     def _access(self) -> pb.Access:
         if self._config.is_strict:
@@ -298,29 +318,85 @@ class StagingSession:
             self._link.close()
             return None, f"{unmapped}, and one-sided transfers cannot be had ({error})"
 
-    async def _renew(self) -> None:
-        """Keep the peer and all its leases."""
-        request = pb.RenewRequest(peer_id=self._peer_id, ttl_ms=self._ttl_ms)
+    async def _renew_forever(self) -> None:
+        """Keep the peer and all its leases; become another peer when the service was started again."""
+        wait_s = self._ttl_ms / 3000
         while True:
-            await asyncio.sleep(self._ttl_ms / 3000)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await self._look.wait()
+            self._look.clear()
+            wait_s = self._ttl_ms / 3000
             try:
-                await self._client.call(self._client.stub.Renew, request)
-            except LeaseExpiredError as error:  # the service was restarted, or was out of reach for too long
-                logger.warning("staging at %s: all leases are lost: %s", self._config.address, error)
-                return
+                if not await self._is_known():
+                    return
             except OasisError as error:
                 logger.warning("staging at %s: leases are not renewed: %s", self._config.address, error)
+                wait_s = min(wait_s, AWAY_S)
+
+    async def _is_known(self) -> bool:
+        """Renew all leases, and return whether there is a peer, this one or a new one in its place."""
+        peer_id = self._peer_id
+        try:
+            request = pb.RenewRequest(peer_id=peer_id, ttl_ms=self._ttl_ms)
+            await self._client.call(self._client.stub.Renew, request)
+        except LeaseExpiredError as error:  # the service was started again, or was out of reach for too long
+            logger.warning("staging at %s: all leases are lost: %s", self._config.address, error)
+            return await self._revive(peer_id)
+        return True
+
+    async def _revive(self, lost_peer_id: str) -> bool:
+        """Register anew in place of a peer that the service knows no more; return whether that may be done."""
+        if not self._may_register:
+            return False
+        async with self._reviving:
+            if self._peer_id == lost_peer_id:
+                if self._link is not None:
+                    self._link.close()
+                    self._link = None
+                self._leases.clear()
+                pool, reason = await self._register()
+                try:
+                    change = self._data_thread.submit(self._moves.reopen, self._registered, pool, reason)
+                except RuntimeError:  # this session is being closed
+                    if pool is not None:
+                        pool.close()
+                    return False
+                await asyncio.wrap_future(change)
+                self.num_reconnects += 1
+                logger.info("staging at %s: registered anew, bytes move %s", self._config.address, self.path)
+        return True
+
+    async def _as_peer(self, call: Callable[[str], Awaitable[Result]]) -> Result:
+        """Make a call that changes nothing where the peer is unknown; then make it once more as a new peer."""
+        peer_id = self._peer_id
+        try:
+            return await call(peer_id)
+        except PeerUnavailableError:
+            self._look.set()
+            raise
+        except LeaseExpiredError:
+            if not await self._is_known() or self._peer_id == peer_id:
+                raise
+        return await call(self._peer_id)
 
     async def _allocate(self, num_blocks: int) -> Lease:
-        request = pb.AllocateRequest(peer_id=self._peer_id, num_blocks=num_blocks, ttl_ms=self._ttl_ms)
-        response: pb.AllocateResponse = await self._client.call(self._client.stub.Allocate, request)
-        self._leases.add(response.lease_id)
-        return self._new_lease(response.lease_id, num_blocks, np.array(response.block_ids, np.uint64))
+        async def call(peer_id: str) -> Lease:
+            request = pb.AllocateRequest(peer_id=peer_id, num_blocks=num_blocks, ttl_ms=self._ttl_ms)
+            response: pb.AllocateResponse = await self._client.call(self._client.stub.Allocate, request)
+            self._leases.add(response.lease_id)
+            return self._new_lease(response.lease_id, num_blocks, np.array(response.block_ids, np.uint64), peer_id)
+
+        return await self._as_peer(call)
 
     async def _take(self, request: pb.LeaseRequest) -> Lease:
-        response: pb.LeaseResponse = await self._client.call(self._client.stub.Lease, request)
-        self._leases.add(response.lease_id)
-        return self._new_lease(response.lease_id, response.num_blocks, None)
+        async def call(peer_id: str) -> Lease:
+            request.peer_id = peer_id
+            response: pb.LeaseResponse = await self._client.call(self._client.stub.Lease, request)
+            self._leases.add(response.lease_id)
+            return self._new_lease(response.lease_id, response.num_blocks, None, peer_id)
+
+        return await self._as_peer(call)
 
     async def _hand_off(self, lease: Lease) -> str:
         request = pb.HandoffRequest(peer_id=self._peer_id, lease_id=lease.lease_id, ttl_ms=self._ttl_ms)
@@ -346,6 +422,6 @@ class StagingSession:
         except OasisError as error:
             logger.warning("staging at %s: leases end by time: %s", self._config.address, error)
 
-    def _new_lease(self, lease_id: str, num_blocks: int, block_ids: NDArray[np.uint64] | None) -> Lease:
+    def _new_lease(self, lease_id: str, num_blocks: int, block_ids: NDArray[np.uint64] | None, peer_id: str) -> Lease:
         sums = None if block_ids is None else np.zeros((num_blocks, self._registered.num_parts), np.uint64)
-        return Lease(lease_id=lease_id, num_blocks=num_blocks, block_ids=block_ids, sums=sums)
+        return Lease(lease_id=lease_id, num_blocks=num_blocks, peer_id=peer_id, block_ids=block_ids, sums=sums)

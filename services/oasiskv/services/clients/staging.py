@@ -51,6 +51,10 @@ class StagingClient:
         options = [
             ("grpc.max_receive_message_length", max_message_bytes),
             ("grpc.max_send_message_length", max_message_bytes),
+            # gRPC would let up to two minutes pass before it looks again for a service that was away for long.
+            ("grpc.initial_reconnect_backoff_ms", 100),
+            ("grpc.min_reconnect_backoff_ms", 100),
+            ("grpc.max_reconnect_backoff_ms", 1000),
         ]
         if tls is None:
             self.channel = grpc.aio.insecure_channel(address, options)

@@ -29,6 +29,7 @@ class StagingProcess:
         disk: Mapping[str, Any] | None = None,
         tls: Mapping[str, Any] | None = None,
         env: Mapping[str, str] | None = None,
+        address: str = "127.0.0.1:0",
     ) -> None:
         """Start, and return when it answers.
 
@@ -41,6 +42,7 @@ class StagingProcess:
             disk: Settings of the table `disk`; None for no disk tier.
             tls: Settings of the table `tls`; None to speak in the clear.
             env: Variables to set beside those of this process.
+            address: Where it listens; that of an earlier process to take its place.
 
         Raises:
             PeerUnavailableError: It did not start; the message is the end of its log.
@@ -50,7 +52,7 @@ class StagingProcess:
             "staging": settings | dict(staging or {}),
             "fingerprint": asdict(fingerprint),
             "leases": leases or {},
-            "server": {"address": "127.0.0.1:0"},
+            "server": {"address": address},
         }
         tables |= {name: values for name, values in (("disk", disk), ("tls", tls)) if values is not None}
         path = folder / "staging.toml"
