@@ -33,16 +33,20 @@ class Results:
 class Offline:
     """One job in a process of its own; a context manager that ends it and forgets its files."""
 
-    def __init__(self, engine: Mapping[str, Any], prompts: Sequence[Prompt], environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, engine: Mapping[str, Any], prompts: Sequence[Prompt], environment: Mapping[str, str], **more: str
+    ) -> None:
         """Prepare a job.
 
         Args:
             engine: Arguments of vLLM's `LLM`.
             prompts: Run together, as the engine batches them.
             environment: Of the process.
+            more: What else the job says, see `oasiskv.engine.vllm.offline.work`.
         """
         self._engine = dict(engine)
         self._prompts = list(prompts)
+        self._more = more
         self._environment = {**environment, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         self._folder = tempfile.TemporaryDirectory(prefix="oasiskv-")
         self._process: subprocess.Popen[str] | None = None
@@ -53,6 +57,7 @@ class Offline:
     def __enter__(self) -> Self:
         """Start."""
         job = {"folder": self._folder.name, "engine": self._engine, "prompts": [asdict(p) for p in self._prompts]}
+        job |= self._more
         path = Path(self._folder.name, "job.json")
         path.write_text(json.dumps(job))
         self._process = subprocess.Popen(

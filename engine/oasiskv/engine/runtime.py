@@ -424,19 +424,7 @@ class Runtime:
 
         @torch.inference_mode()
         def run_predict() -> None:
-            predict(
-                sets.query[layer],
-                rows,
-                kv_cache,
-                sets.page_ids,
-                blocks,
-                scores,
-                layout=sets.summaries,
-                alpha=config.score_alpha,
-                reduction=config.group_reduction,
-                scale=self.shape.scale,
-                num_sinks=config.sink_blocks,
-            )
+            self.predict(layer, rows, blocks, scores)
 
         @torch.inference_mode()
         def run_select() -> None:
@@ -451,6 +439,23 @@ class Runtime:
             transfer(self._pool.units, layer, kv_cache, plan, rows, sets.host_table, sets.slot_ids)
 
         return [run_predict, run_select, run_transfer]
+
+    def predict(self, layer: int, rows: torch.Tensor, blocks: torch.Tensor, scores: torch.Tensor) -> None:
+        """Name the blocks that a layer's published queries look for: the seam at which traces come and go."""
+        sets, config = self.sets, self.config
+        predict(
+            sets.query[layer],
+            rows,
+            self._kv_caches[layer],
+            sets.page_ids,
+            blocks,
+            scores,
+            layout=sets.summaries,
+            alpha=config.score_alpha,
+            reduction=config.group_reduction,
+            scale=self.shape.scale,
+            num_sinks=config.sink_blocks,
+        )
 
     def _poison(self, layer: int, rows: torch.Tensor) -> None:
         """Make an early reader of a slot stand out: K 0 and V huge, but finite, pass every softmax."""

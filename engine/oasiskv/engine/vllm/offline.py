@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from oasiskv.core.errors import UnsupportedError
 from oasiskv.engine.vllm.api_server import end_with_parent
 
 
@@ -35,9 +36,13 @@ class Result:
 
 
 def work(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Do a job in this process and return the content of its results."""
+    """Do a job in this process and return the content of its results.
+
+    With `trace`, a path, what its only request selects goes there, with `source` to say where it comes from.
+    """
     from vllm import LLM, SamplingParams
 
+    from oasiskv.core.trace import save_trace
     from oasiskv.engine.vllm import forcing
     from oasiskv.engine.vllm.worker import current
 
@@ -45,6 +50,7 @@ def work(job: Mapping[str, Any]) -> dict[str, Any]:
     if any(prompt.forced for prompt in prompts):
         engine["logits_processors"] = [forcing.ForceTokens]
     llm = LLM(**engine)
+    recorder = _recorder() if job.get("trace") else None
     started = time.monotonic()
     for index, prompt in enumerate(prompts):
         forced = {forcing.FORCED_TOKENS: prompt.forced, forcing.FORCED_NAME: str(index)} if prompt.forced else None
@@ -59,6 +65,8 @@ def work(job: Mapping[str, Any]) -> dict[str, Any]:
             result.text = completion.text
             result.token_times += [time.monotonic() - started] * (len(completion.token_ids) - len(result.token_times))
     backend = current()
+    if recorder is not None:
+        save_trace(recorder.trace(len(prompts[0].token_ids), job["source"]), Path(job["trace"]))
     return {
         "results": [asdict(result) for result in results.values()],
         "counts": {} if backend is None or backend.runtime is None else backend.runtime.counts(),
@@ -68,6 +76,16 @@ def work(job: Mapping[str, Any]) -> dict[str, Any]:
             if prompt.forced
         ],
     }
+
+
+def _recorder() -> Any:
+    from oasiskv.engine.record import Recorder
+    from oasiskv.engine.vllm.worker import current
+
+    backend = current()
+    if backend is None or backend.runtime is None:
+        raise UnsupportedError("trace: expected an engine with the backend in this process, got another")
+    return Recorder(backend.runtime)
 
 
 def _save(path: Path, array: Any) -> str:

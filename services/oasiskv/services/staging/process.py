@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -30,6 +30,7 @@ class StagingProcess:
         tls: Mapping[str, Any] | None = None,
         env: Mapping[str, str] | None = None,
         address: str = "127.0.0.1:0",
+        prefix: Sequence[str] = (),
     ) -> None:
         """Start, and return when it answers.
 
@@ -43,6 +44,7 @@ class StagingProcess:
             tls: Settings of the table `tls`; None to speak in the clear.
             env: Variables to set beside those of this process.
             address: Where it listens; that of an earlier process to take its place.
+            prefix: Command that starts it, such as one that enters a network namespace.
 
         Raises:
             PeerUnavailableError: It did not start; the message is the end of its log.
@@ -64,7 +66,7 @@ class StagingProcess:
         ]
         path.write_text("\n".join(lines) + "\n")
         self.log = folder / "staging.log"
-        command = [sys.executable, "-m", "oasiskv.services.staging", "--config", str(path)]
+        command = [*prefix, sys.executable, "-m", "oasiskv.services.staging", "--config", str(path)]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 command, stdout=subprocess.PIPE, stderr=log, text=True, env={**os.environ, **(env or {})}
@@ -74,7 +76,7 @@ class StagingProcess:
         if "listens on port" not in line:
             self.stop(signal.SIGKILL)
             raise PeerUnavailableError(f"the staging service did not start: {self.log.read_text()[-2000:]}")
-        self.address = f"127.0.0.1:{line.split()[-1]}"
+        self.address = f"{address.rpartition(':')[0]}:{line.split()[-1]}"
 
     def __enter__(self) -> Self:
         return self
