@@ -9,7 +9,7 @@ import platform
 from collections.abc import Callable
 from pathlib import Path
 
-from oasiskv.cli import sweep
+from oasiskv.cli import disagg, sweep
 from oasiskv.core.errors import UnsupportedError
 
 Row = dict[str, object]
@@ -32,7 +32,11 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     sweep.add_arguments(
         suites.add_parser("sweep", help="decode steps of dense vLLM and of OasisKV over contexts and concurrency")
     )
-    for suite in (kernels, staging):
+    apart = suites.add_parser(
+        "disagg", help="prefill and decode apart: bytes, memory and links by the way of handing over; no GPU"
+    )
+    disagg.add_arguments(apart)
+    for suite in (kernels, staging, apart):
         suite.add_argument(
             "--out", type=Path, default=Path("benchmarks/results"), metavar="FOLDER", help="where the JSON file goes"
         )
@@ -46,6 +50,8 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.suite == "sweep":
         return sweep.run(args)
+    if args.suite == "disagg":
+        return disagg.run(args)
     return _run_kernels(args.out) if args.suite == "kernels" else _run_staging(args)
 
 
