@@ -36,3 +36,8 @@ class PeerRecord:
     num_links: int = 0
     num_blocks: int = 0
     lease_ids: set[str] = field(default_factory=set)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it holds nothing, and no process of it uses the memory."""
+        return not self.lease_ids and not self.num_links

@@ -46,7 +46,7 @@ class LeaseTable:
                 readers see. None to keep them here.
             on_change: Called with a block key and whether it can be found from now on.
             on_cached: Called with the key of a block that no lease references any more; it can be evicted from now on.
-            on_free: Called with the id of a block whose content nobody can use any more, and that is not given out.
+            on_free: Called with the id of a block whose content nobody can use any more.
             new_id: Makes identifiers; they must be unguessable where peers do not trust one another.
         """
         self._config = config
@@ -103,17 +103,22 @@ class LeaseTable:
         )
 
     def add_peer(self, *, may_map_to_write: bool) -> str:
-        """Return the id of a new peer.
+        """Return the id of a new peer; where there are `max_peers`, in place of the idle one silent for longest.
+
+        Processes that end without a word would keep living ones out for `peer_ttl_s`; these lose no block by it.
 
         Args:
             may_map_to_write: Whether the peer can write to blocks without asking, once it has a link.
 
         Raises:
-            PoolExhaustedError: There are `max_peers` already.
+            PoolExhaustedError: There are `max_peers` already, and none is idle.
         """
         self.expire()
         if len(self._peers) >= self._config.max_peers:
-            raise PoolExhaustedError(f"max_peers: expected at most {self._config.max_peers} peers, got one more")
+            idle = [(peer.deadline_s, name) for name, peer in self._peers.items() if peer.is_idle]
+            if not idle:
+                raise PoolExhaustedError(f"max_peers: expected at most {self._config.max_peers} peers, got one more")
+            del self._peers[min(idle)[1]]
         peer_id = self._new_id()
         deadline_s = self._clock() + self._config.peer_ttl_s
         self._peers[peer_id] = PeerRecord(may_map_to_write, deadline_s)
@@ -303,15 +308,12 @@ class LeaseTable:
             LeaseExpiredError: The peer is unknown or forgotten.
         """
         peer = self._peer(peer_id)
-        num_ended = 0
-        for lease_id in set(lease_ids) & peer.lease_ids:
-            if self._leases[lease_id].state in (LeaseState.ACTIVE, LeaseState.FENCED):
-                self._end(self._leases[lease_id])
-                num_ended += 1
-        for handle in set(handles) & self._handles.keys():
-            self._end(self._leases[self._handles[handle]])
-            num_ended += 1
-        return num_ended
+        own = [self._leases[lease_id] for lease_id in set(lease_ids) & peer.lease_ids]
+        ending = [lease for lease in own if lease.state in (LeaseState.ACTIVE, LeaseState.FENCED)]
+        ending += [self._leases[self._handles[handle]] for handle in set(handles) & self._handles.keys()]
+        for lease in ending:
+            self._end(lease)
+        return len(ending)
 
     def discard(self, lease_id: str) -> None:
         """End a lease whose id no peer has learnt; an unknown one is passed over."""

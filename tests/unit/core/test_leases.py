@@ -71,14 +71,30 @@ def test_a_quota_bounds_the_blocks_and_the_leases_of_a_peer(table: LeaseTable, p
 
 def test_no_more_peers_than_allowed_until_one_is_forgotten(table: LeaseTable, clock: Clock) -> None:
     first_id = table.add_peer(may_map_to_write=False)
+    table.open_link(first_id)
     clock.now_s = 20.0
-    table.add_peer(may_map_to_write=False)
+    second_id = table.add_peer(may_map_to_write=False)
+    table.allocate(second_id, 1, 10.0)
     with pytest.raises(PoolExhaustedError, match="max_peers"):
         table.add_peer(may_map_to_write=False)
-    clock.now_s = 30.0
+    table.close_link(first_id)
     table.add_peer(may_map_to_write=False)
     with pytest.raises(LeaseExpiredError, match="peer_id"):
         table.touch(first_id)
+
+
+def test_peers_that_vanish_keep_nobody_out_and_the_most_silent_goes_first(table: LeaseTable, clock: Clock) -> None:
+    living_id = table.add_peer(may_map_to_write=False)
+    for number in range(1, 50):
+        clock.now_s = number / 10
+        vanished_id = table.add_peer(may_map_to_write=False)
+        clock.now_s += 0.05
+        table.touch(living_id)
+        table.check_invariants()
+    table.touch(vanished_id)
+    table.touch(living_id)
+    assert table.counts().num_peers == 2
+    assert table.num_timers < 100
 
 
 def test_the_lease_of_a_peer_that_went_silent_gives_its_blocks_back(table: LeaseTable, clock: Clock) -> None:

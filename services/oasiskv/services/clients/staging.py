@@ -53,7 +53,6 @@ class StagingClient:
             ("grpc.max_send_message_length", max_message_bytes),
             # gRPC would let up to two minutes pass before it looks again for a service that was away for long.
             ("grpc.initial_reconnect_backoff_ms", 100),
-            ("grpc.min_reconnect_backoff_ms", 100),
             ("grpc.max_reconnect_backoff_ms", 1000),
         ]
         if tls is None:

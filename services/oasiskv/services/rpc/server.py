@@ -39,6 +39,9 @@ class ServerConfig:
     max_call_s: float = 30.0
     """Longest call in seconds, whatever its caller's deadline; what a stalled peer can hold."""
 
+    max_calls: int = 4096
+    """Calls and streams that are answered at a time, of all callers; each takes some 15 KiB. Further ones fail."""
+
     max_message_bytes: int = DEFAULT_MESSAGE_BYTES
     """Largest message in either direction."""
 
@@ -55,6 +58,8 @@ class ServerConfig:
             raise ConfigError(f"address: expected host:port, got {self.address!r}")
         if not self.max_call_s > 0:
             raise ConfigError(f"max_call_s: expected a positive number, got {self.max_call_s}")
+        if isinstance(self.max_calls, bool) or not isinstance(self.max_calls, int) or self.max_calls <= 0:
+            raise ConfigError(f"max_calls: expected a positive number, got {self.max_calls!r}")
         if self.max_message_bytes < DEFAULT_MESSAGE_BYTES:
             raise ConfigError(
                 f"max_message_bytes: expected at least {DEFAULT_MESSAGE_BYTES}, got {self.max_message_bytes}"
@@ -108,6 +113,7 @@ class RpcServer:
         """
         metrics = metrics or ServerMetrics()
         server = grpc.aio.server(
+            maximum_concurrent_rpcs=config.max_calls,
             interceptors=(EdgeInterceptor(config.max_call_s, unlimited, metrics),),
             options=(
                 ("grpc.max_receive_message_length", config.max_message_bytes),

@@ -27,6 +27,12 @@ LOST_WHILE_SENDING = "Internal error from Core"
 """What grpc.aio says, as INTERNAL and with no code from the other side, when a stream ends under a message it sends."""
 
 
+TOO_MANY = "Concurrent RPC limit"
+"""What gRPC says, as RESOURCE_EXHAUSTED, of a call beyond the number that a server answers at a time."""
+TOO_LARGE = "larger than max"
+"""In what gRPC says, as RESOURCE_EXHAUSTED, of a message beyond the limit of either side."""
+
+
 def code_of(error: OasisError) -> grpc.StatusCode:
     """Return the status code of an error; INTERNAL for a class that the table lacks."""
     return CODES.get(type(error), grpc.StatusCode.INTERNAL)
@@ -46,6 +52,10 @@ def error_of(call: grpc.aio.AioRpcError) -> Exception:
             return errors.PeerUnavailableError(f"{message}; it may have acted")
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             return errors.TransferTimeoutError(f"{message}; it may have acted")
+        case grpc.StatusCode.RESOURCE_EXHAUSTED if TOO_LARGE in message:
+            return errors.InvalidRequestError(f"message: {message}")
+        case grpc.StatusCode.RESOURCE_EXHAUSTED if TOO_MANY in message:
+            return errors.PoolExhaustedError(f"the service answers as many calls as it may: {message}")
         case grpc.StatusCode.INTERNAL if message == LOST_WHILE_SENDING:
             return errors.PeerUnavailableError("the connection was lost while a message was sent; it may have acted")
         case _:

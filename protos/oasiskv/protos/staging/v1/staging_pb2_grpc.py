@@ -122,7 +122,8 @@ class StagingServicer:
     """
 
     def RegisterPeer(self, request, context):
-        """Introduces a peer. UnsupportedError if the fingerprint differs, PoolExhaustedError if there are too many peers.
+        """Introduces a peer. UnsupportedError if the fingerprint differs, PoolExhaustedError if there are too many peers, each
+        with a lease or using the memory; of the others the one that was silent for longest is forgotten.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
