@@ -8,7 +8,8 @@ from oasiskv.operator.testing_server import BINARIES, ApiServer
 
 
 @pytest.fixture(scope="session")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
+def binaries() -> Path:
+    """Return the folder of binaries that KUBEBUILDER_ASSETS names."""
     folder = os.environ.get("KUBEBUILDER_ASSETS", "")
     missing = [name for name in BINARIES if not os.access(Path(folder, name), os.X_OK)]
     if not folder or missing:
@@ -16,7 +17,12 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
             f"KUBEBUILDER_ASSETS: expected a folder with {', '.join(BINARIES)}, got {folder!r}; setup-envtest of"
             " controller-runtime fetches one"
         )
-    made = ApiServer(tmp_path_factory.mktemp("cluster"), Path(folder))
+    return Path(folder)
+
+
+@pytest.fixture(scope="session")
+def cluster(binaries: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
+    made = ApiServer(tmp_path_factory.mktemp("cluster"), binaries)
     try:
         made.start()
         yield made

@@ -1,5 +1,9 @@
+{{- define "oasiskv.prefix" -}}
+{{- if contains "oasiskv" .Release.Name }}{{ .Release.Name }}{{ else }}{{ .Release.Name }}-oasiskv{{ end }}
+{{- end }}
+
 {{- define "oasiskv.name" -}}
-{{- if contains "oasiskv" .Release.Name }}{{ .Release.Name }}{{ else }}{{ .Release.Name }}-oasiskv{{ end }}-operator
+{{ include "oasiskv.prefix" . }}-operator
 {{- end }}
 
 {{- define "oasiskv.account" -}}
@@ -11,15 +15,101 @@ app.kubernetes.io/name: oasiskv-operator
 app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end }}
 
-{{- define "oasiskv.labels" -}}
-{{ include "oasiskv.selector" . }}
+{{- define "oasiskv.redis.selector" -}}
+app.kubernetes.io/name: oasiskv-redis
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{- /* Labels of what is neither the operator's pod nor Redis's. */}}
+{{- define "oasiskv.common" -}}
+app.kubernetes.io/part-of: oasiskv
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- end }}
 
+{{- define "oasiskv.labels" -}}
+{{ include "oasiskv.selector" . }}
+{{ include "oasiskv.common" . }}
+{{- end }}
+
 {{- define "oasiskv.image" -}}
 {{ .image }}{{ if .digest }}@{{ .digest }}{{ else }}:{{ .tag }}{{ end }}
+{{- end }}
+
+{{- define "oasiskv.operator.image" -}}
+{{- $tag := .Values.operator.tag | default .Chart.AppVersion }}
+{{- include "oasiskv.image" (dict "image" .Values.operator.image "tag" $tag "digest" .Values.operator.digest) }}
+{{- end }}
+
+{{- /* Of every pod here: the restricted level. */}}
+{{- define "oasiskv.pod" -}}
+securityContext:
+  runAsNonRoot: true
+  seccompProfile: {type: RuntimeDefault}
+{{- end }}
+
+{{- define "oasiskv.container" -}}
+securityContext:
+  allowPrivilegeEscalation: false
+  readOnlyRootFilesystem: true
+  capabilities: {drop: [ALL]}
+{{- end }}
+
+{{- /* Of the pods that run the operator's image. */}}
+{{- define "oasiskv.operator.pod" -}}
+{{ include "oasiskv.pod" . }}
+{{- with .Values.operator.pullSecrets }}
+imagePullSecrets:
+  {{- range . }}
+  - name: {{ . }}
+  {{- end }}
+{{- end }}
+{{- with .Values.operator.nodeSelector }}
+nodeSelector: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .Values.operator.tolerations }}
+tolerations: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .Values.operator.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- end }}
+
+{{- /* A pod that fails unless every one of `urls` answers with 2xx. */}}
+{{- define "oasiskv.test" -}}
+restartPolicy: Never
+automountServiceAccountToken: false
+{{ include "oasiskv.operator.pod" .root }}
+containers:
+  - name: test
+    image: {{ include "oasiskv.operator.image" .root }}
+    imagePullPolicy: {{ .root.Values.operator.pullPolicy }}
+    command:
+      - python
+      - -c
+      - |
+        import sys, urllib.request
+        for url in sys.argv[1:]:
+            with urllib.request.urlopen(url, timeout=30) as answer:
+                print(url, answer.status)
+    args: {{- toYaml .urls | nindent 6 }}
+    resources:
+      requests: {cpu: 50m, memory: 64Mi}
+      limits: {cpu: 500m, memory: 128Mi}
+    {{- include "oasiskv.container" . | nindent 4 }}
+{{- end }}
+
+{{- define "oasiskv.redis.url" -}}
+{{- if .Values.redis.enabled }}redis://{{ include "oasiskv.prefix" . }}-redis.{{ .Release.Namespace }}.svc:6379/0{{ else }}{{ .Values.redis.url }}{{ end }}
+{{- end }}
+
+{{- /* Three quarters of its memory, in megabytes. */}}
+{{- define "oasiskv.redis.maxmemory" -}}
+{{- $size := .Values.redis.memory }}
+{{- $mebi := trimSuffix "Mi" $size | int }}
+{{- if hasSuffix "Gi" $size }}{{ $mebi = mul 1024 (trimSuffix "Gi" $size | int) }}{{ end }}
+{{- div (mul 3 $mebi) 4 }}mb
 {{- end }}
 
 {{- /* What the operator needs in each namespace in which it makes services. */}}

@@ -1,5 +1,6 @@
 """The CustomResourceDefinitions and the reference page, written from `api` by `python -m oasiskv.operator.crds`."""
 
+import importlib.metadata
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from oasiskv.operator.schema import rows, schema
 
 ROOT = Path(__file__).parents[3]
 FOLDER, PAGE = "helm/oasiskv/crds", "docs/operator-reference.md"
+VERSION = f"{api.GROUP}/version"
+"""Annotation of a definition: the version of this package that wrote it, so that none replaces a newer one."""
 MAX_NAME = 35
 """Longest name of a service: its longest label value is NAME-staging-GENERATION-HASH, of 63 characters at most."""
 
@@ -97,7 +100,10 @@ def definition(kind: Kind) -> dict[str, Any]:
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",
-        "metadata": {"name": f"{kind.plural}.{api.GROUP}"},
+        "metadata": {
+            "name": f"{kind.plural}.{api.GROUP}",
+            "annotations": {VERSION: importlib.metadata.version("oasiskv")},
+        },
         "spec": {
             "group": api.GROUP,
             "scope": "Namespaced",

@@ -23,11 +23,15 @@ class ApiServer:
     def __init__(self, folder: Path, binaries: Path) -> None:
         self._folder, self._binaries = folder, binaries
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._kubeconfig = folder / "kubeconfig"
+        self.kubeconfig = folder / "kubeconfig"
+        """The administrator's."""
+        self.certificate = folder / "certs/apiserver.crt"
+        self.port = 0
 
     def start(self) -> None:
         """Start both processes and wait until the API server answers."""
         ports = [_free_port() for _ in range(3)]
+        self.port = ports[2]
         client, peer = (f"http://127.0.0.1:{port}" for port in ports[:2])
         token = secrets.token_hex(16)
         (self._folder / "tokens.csv").write_text(f"{token},admin,admin,system:masters\n")
@@ -66,7 +70,7 @@ class ApiServer:
             "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u", "namespace": "llm"}}],
             "current-context": "x",
         }
-        self._kubeconfig.write_text(json.dumps(config))
+        self.kubeconfig.write_text(json.dumps(config))
         deadline = time.monotonic() + START_S
         while self.kubectl("get", "--raw", "/readyz").returncode:
             assert time.monotonic() < deadline, f"no API server after {START_S} s: see {self._folder}"
@@ -88,7 +92,7 @@ class ApiServer:
 
     def kubectl(self, *arguments: str, put: Mapping[str, Any] | None = None) -> "subprocess.CompletedProcess[str]":
         """Run kubectl; `put` goes to its standard input."""
-        command = [str(self._binaries / "kubectl"), f"--kubeconfig={self._kubeconfig}", *arguments]
+        command = [str(self._binaries / "kubectl"), f"--kubeconfig={self.kubeconfig}", *arguments]
         text = None if put is None else json.dumps(put)
         return subprocess.run(command, input=text, capture_output=True, text=True, check=False)
 
