@@ -56,6 +56,47 @@ BAD = {
     f"services.{'a' * 36}.image=a:1": "of at most 35 characters, got 36",
     "operator.watchNamespaces={other},services.chat.image=a:1": "operator.watchNamespaces: expected",
 }
+OTHER: dict[str, Any] = {
+    "operator.image": "elsewhere/operator",
+    "operator.tag": "other",
+    "operator.digest": f"sha256:{'1' * 64}",
+    "operator.pullPolicy": "Always",
+    "operator.pullSecrets": ["c"],
+    "operator.watchNamespaces": ["default"],
+    "operator.readNodes": True,
+    "operator.logLevel": "debug",
+    "operator.resources": {"limits": {"cpu": 2}},
+    "operator.nodeSelector": {"a": "b"},
+    "operator.tolerations": [{"key": "b", "operator": "Exists"}],
+    "operator.priorityClassName": "high",
+    "crds.upgrade": False,
+    "rbac.create": False,
+    "serviceAccount": "there",
+    "otel.endpoint": "http://other:4317",
+    "monitoring.podMonitor": False,
+    "monitoring.rules": False,
+    "monitoring.dashboards.enabled": False,
+    "monitoring.dashboards.labels": {"a": "b"},
+    "monitoring.dashboards.annotations": {"folder": "KV"},
+    "redis.enabled": False,
+    "redis.url": "redis://other:6379",
+    "redis.image": "elsewhere/redis",
+    "redis.tag": "7.4.0",
+    "redis.digest": f"sha256:{'1' * 64}",
+    "redis.pullPolicy": "Always",
+    "redis.memory": "1Gi",
+    "networkPolicy.enabled": False,
+    "networkPolicy.metricsFrom": [],
+    "profiles": {"h100": {}},
+    "services": {"other": {}},
+}
+"""Another value of each value."""
+NEEDS = {
+    "operator.readNodes": ['--set-json=operator.watchNamespaces=["default"]'],
+    "rbac.create": ['--set-json=serviceAccount="there"'],
+    "redis.url": ["--set-json=redis.enabled=false"],
+}
+"""What else is said where a value counts."""
 EVERYTHING = (
     "pods,services,deployments,replicasets,statefulsets,daemonsets,configmaps,secrets,serviceaccounts,roles,rolebindings,clusterroles,clusterrolebindings,networkpolicies,jobs,"
     "poddisruptionbudgets,leases,priorityclasses,mutatingwebhookconfigurations,validatingwebhookconfigurations,"
@@ -67,11 +108,11 @@ def sets(values: list[str]) -> list[str]:
     return [part for value in values for part in ("--set", value)]
 
 
-@pytest.fixture(scope="module", params=helms() or [None], ids=lambda path: path.name if path else "none")
+@pytest.fixture(scope="module", params=helms() or [Path("none")], ids=lambda path: path.name)
 def binary(request: pytest.FixtureRequest) -> Path:
-    if request.param is None:
-        pytest.skip("helm: expected helm, helm3 or helm4 in KUBEBUILDER_ASSETS or PATH, got none")
     path: Path = request.param
+    if path not in helms():
+        pytest.skip("helm: expected helm, helm3 or helm4 in KUBEBUILDER_ASSETS or PATH, got none")
     return path
 
 
@@ -178,6 +219,29 @@ def test_a_bad_value_is_refused_by_its_name(value: str, name: str, helm: Helm) -
     done = helm.template("--set", value)
     assert done.returncode
     assert name in done.stderr
+
+
+def test_every_value_takes_effect(helm: Helm, tmp_path: Path) -> None:
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+
+    def leaves(of: Any, path: str = "") -> Iterator[str]:
+        if not isinstance(of, dict) or not of or path.endswith((".resources", ".labels")):
+            yield path[1:]
+            return
+        for name, each in of.items():
+            yield from leaves(each, f"{path}.{name}")
+
+    assert set(leaves(values)) == OTHER.keys()
+    switches = {"podMonitor": True, "rules": True, "dashboards": {"enabled": True}}
+    base = {"monitoring": switches, "redis": {"enabled": True}, "services": {"chat": {}}}
+    base["networkPolicy"] = {"metricsFrom": [{"podSelector": {}}]}
+    (tmp_path / "values.yaml").write_text(yaml.safe_dump(base))
+    before: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for path, value in OTHER.items():
+        given = (f"-f={tmp_path / 'values.yaml'}", *NEEDS.get(path, ()))
+        if given not in before:
+            before[given] = helm.objects(*given)
+        assert helm.objects(*given, f"--set-json={path}={json.dumps(value)}") != before[given], path
 
 
 def test_every_pod_passes_the_restricted_level(helm: Helm, server: ApiServer, namespace: str) -> None:

@@ -49,6 +49,7 @@ FULL: dict[str, Any] = {
         "cpu": "4",
         "drainSeconds": 30,
         "ssd": {"size": "1Ti", "storageClass": "nvme"},
+        "directory": "redis://redis:6379/0",
     },
     "placement": {
         "gpuProducts": ["NVIDIA-H100-80GB-HBM3", "NVIDIA-H200"],
@@ -85,6 +86,7 @@ TEXTS = {
     "address": "http://other:9090",
     "otlpEndpoint": "http://other:4317",
     "hostPath": "/mnt/other",
+    "directory": "rediss://other:6379",
     "gpuResource": "amd.com/gpu",
     "topologyKey": "topology.kubernetes.io/zone",
     "resource": "rdma/other",

@@ -248,6 +248,9 @@ class Staging:
     ssd: Ssd | None = None
     """A second tier. A change is a new KV generation."""
 
+    directory: Annotated[str, Pattern(r"^rediss?://[^@\s]+$", "redis://redis.llm.svc:6379/0")] | None = None
+    """URL of a Redis in which staging pods of several services tell one another what they hold; it has no password."""
+
     drain_seconds: Annotated[int, Bounds(1, 3600)] = 120
     """Time that leases get to end, and blocks to reach the disk, before the pod ends."""
 

@@ -59,7 +59,7 @@ def render(
     staging, prefill = f"{name}-staging-{kv}", f"{name}-prefill-{kv}"
     peers = settings.Peers(prefill=f"{prefill}.{namespace}.svc", staging=f"{staging}.{namespace}.svc")
     texts = {
-        "staging": settings.staging_config(spec, network),
+        "staging": settings.staging_config(spec, network, peers),
         "prefill": settings.prefill_config(spec, peers),
         "decode": settings.decode_config(spec, peers),
     }

@@ -59,7 +59,7 @@ def decode_config(spec: ServiceSpec, peers: Peers) -> str:
     return _checked(_engine(spec) | {"decode": own})
 
 
-def staging_config(spec: ServiceSpec, network: Network) -> str:
+def staging_config(spec: ServiceSpec, network: Network, peers: Peers) -> str:
     """Return the file of staging."""
     own: dict[str, Any] = {
         "pool_bytes": int(quantity(spec.staging.memory)),
@@ -80,6 +80,8 @@ def staging_config(spec: ServiceSpec, network: Network) -> str:
     tables = {"staging": own, "server": server, "fingerprint": _fingerprint(spec)}
     if spec.staging.ssd is not None:
         tables["disk"] = {"folder": DISK, "max_bytes": int(float(quantity(spec.staging.ssd.size)) * DISK_SHARE)}
+    if spec.staging.directory is not None:
+        tables["directory"] = {"url": spec.staging.directory, "address": f"{peers.staging}:{STAGING_PORT}"}
     return toml(tables)
 
 

@@ -66,7 +66,7 @@ class Helm:
         """Return the objects of the rendered chart."""
         done = self.template(*arguments, chart=chart)
         assert done.returncode == 0, done.stderr
-        return [each for each in yaml.safe_load_all(done.stdout) if each]
+        return [each for each in yaml.load_all(done.stdout, yaml.CSafeLoader) if each]
 
 
 def older(folder: Path, version: str = "0.0.1", drop: str = "telemetry") -> Path:

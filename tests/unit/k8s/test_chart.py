@@ -9,8 +9,8 @@ from typing import Any
 
 import yaml
 
-from oasiskv.operator.api import ServiceSpec
-from oasiskv.operator.crds import MAX_NAME
+from oasiskv.operator.api import GROUP, ServiceSpec
+from oasiskv.operator.crds import KINDS, MAX_NAME
 from oasiskv.operator.facts import INFERENCE_SERVICE, POD_MONITOR, SCALED_OBJECT
 from oasiskv.operator.kinds import read
 from oasiskv.operator.render import render
@@ -18,6 +18,7 @@ from oasiskv.operator.testing import SPEC
 
 ROOT = Path(__file__).parents[3]
 CHART = ROOT / "helm/oasiskv"
+TEMPLATES = "".join(path.read_text() for path in sorted((CHART / "templates").rglob("*.*")))
 SCALING = {"maxReplicas": 2, "prometheus": {"address": "http://prometheus", "query": "up", "threshold": 1}}
 
 
@@ -44,20 +45,25 @@ def test_the_chart_has_the_version_of_the_package() -> None:
     assert (chart["version"], chart["appVersion"]) == (version, version)
 
 
-def test_the_schema_knows_every_value_and_every_value_is_used() -> None:
+def test_the_schema_knows_every_value_and_no_other() -> None:
     schema = json.loads((CHART / "values.schema.json").read_text())
-    templates = "".join(path.read_text() for path in (CHART / "templates").iterdir())
 
     def known(of: Mapping[str, Any], path: str = "") -> Iterator[str]:
         for name, each in of.get("properties", {}).items():
             yield f"{path}.{name}"
             yield from known(each, f"{path}.{name}")
 
+    def closed(of: Mapping[str, Any]) -> Iterator[bool]:
+        if "properties" in of:
+            yield of.get("additionalProperties") is False
+        for each in (*of.get("properties", {}).values(), *of.get("definitions", {}).values()):
+            yield from closed(each)
+
     values = yaml.safe_load((CHART / "values.yaml").read_text())
-    listed = set(known(schema)) - {".global"}
-    assert listed == {path for path in paths(values) if not path.startswith(".operator.resources.")}
-    leaves = [path for path in listed if not any(other.startswith(f"{path}.") for other in listed)]
-    assert [path for path in leaves if f".Values{path}" not in templates] == []
+    free = (".operator.resources.", ".monitoring.dashboards.labels.")
+    listed = {path for path in known(schema) if not path.startswith(free)} - {".global"}
+    assert listed == {path for path in paths(values) if not path.startswith(free)}
+    assert all(closed(schema))
 
 
 def test_a_name_that_the_api_server_would_refuse_is_refused_before() -> None:
@@ -85,6 +91,18 @@ def test_the_operator_may_write_every_kind_that_it_makes_and_no_other() -> None:
 
 
 def test_the_operator_reads_no_secret_and_has_no_wildcard() -> None:
-    text = "".join(path.read_text() for path in (CHART / "templates").iterdir())
-    assert "secrets" not in re.findall(r"resources: \[(.*)\]", text)
-    assert not [line for line in text.splitlines() if re.search(r"(apiGroups|resources|verbs): .*\*", line)]
+    assert "secrets" not in re.findall(r"resources: \[(.*)\]", TEMPLATES)
+    assert not [line for line in TEMPLATES.splitlines() if re.search(r"(apiGroups|resources|verbs): .*\*", line)]
+
+
+def test_the_hook_may_change_our_definitions_and_no_other() -> None:
+    text = (CHART / "templates/definitions.yaml").read_text()
+    names = [f"{kind.plural}.{GROUP}" for kind in KINDS]
+    assert re.findall(r"resourceNames: \[(.*)\]", text) == [", ".join(names)]
+    assert re.findall(r"verbs: \[(.*)\]", text) == ["get, patch"]
+
+
+def test_images_have_exact_tags() -> None:
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    assert values["operator"]["tag"] == ""  # the chart's appVersion
+    assert re.fullmatch(r"\d+\.\d+\.\d+(-\w+)?", values["redis"]["tag"])

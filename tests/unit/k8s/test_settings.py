@@ -60,7 +60,7 @@ def test_the_services_read_what_the_spec_says() -> None:
 
 @pytest.mark.parametrize(("fabric", "transport", "is_strict"), [("TCP", "tcp", False), ("Stream", "auto", True)])
 def test_staging_reads_what_the_spec_says(fabric: Any, transport: str, is_strict: bool) -> None:
-    config = read_config(settings.staging_config(spec(), Network(fabric=fabric)))
+    config = read_config(settings.staging_config(spec(), Network(fabric=fabric), PEERS))
     staging = config.staging
     assert (staging.transport, staging.is_strict, staging.hands_memory_over) == (transport, is_strict, False)
     assert staging.leases.num_blocks * staging.fingerprint.block_bytes <= 256 * 2**30
@@ -69,6 +69,14 @@ def test_staging_reads_what_the_spec_says(fabric: Any, transport: str, is_strict
     peers = read_services(settings.prefill_config(spec(), PEERS)).prefill
     assert peers is not None
     assert peers.fingerprint == staging.fingerprint
+
+
+def test_a_directory_is_told_where_this_staging_pod_is_found() -> None:
+    staging = {**SPEC["staging"], "directory": "redis://redis.llm.svc:6379/0"}
+    config = read_config(settings.staging_config(spec(staging=staging), Network(fabric="TCP"), PEERS)).staging
+    assert config.directory is not None
+    assert config.directory.url == "redis://redis.llm.svc:6379/0"
+    assert config.directory.address == "chat-staging.llm.svc:7411"
 
 
 def test_without_prefill_pods_decode_looks_for_none() -> None:
