@@ -88,6 +88,7 @@ check: $(READY) ## everything that needs no test run: lint, format, types, layer
 	$(PY) -m mypy
 	$(PY) -c 'from importlinter.cli import lint_imports_command as lint; lint(["--no-logo"])'
 	$(PY) -m codespell_lib
+	$(PY) protos/generate.py --check
 	$(PY) -m pytest -q tests/unit/test_layout.py
 
 test: $(READY) ## all tests but the soak ones; ARGS= goes to pytest

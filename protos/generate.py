@@ -2,6 +2,10 @@
 
 `make protos` runs it. Beside each .proto stand `_pb2.py`, `_pb2.pyi`, `_pb2_grpc.py` and the descriptor set `.binpb`:
 the committed contract, which the next change is held against.
+
+`make check` runs it with `--check`, which writes nothing: what is committed is what would be generated, and those who
+speak any contract that was ever committed still understand this one. Breaks that were accepted stand in
+`accepted-breaks.txt`, a sentence of `breaks` each.
 """
 
 import argparse
@@ -126,11 +130,52 @@ def read_descriptors(path: Path) -> FileDescriptorSet:
     return FileDescriptorSet.FromString(path.read_bytes()) if path.exists() else FileDescriptorSet()
 
 
+def earlier_contracts(contract: Path) -> list[FileDescriptorSet]:
+    """Return every version of a committed contract that this repository knows, none outside of one."""
+
+    def git(*arguments: str) -> bytes:
+        command = ["git", "-C", str(contract.parent), *arguments]
+        return subprocess.run(command, check=True, capture_output=True).stdout
+
+    try:
+        commits = git("log", "--format=%H", "--diff-filter=AM", "--", contract.name).decode().split()
+        return [FileDescriptorSet.FromString(git("show", f"{commit}:./{contract.name}")) for commit in commits]
+    except (OSError, subprocess.CalledProcessError):
+        return []
+
+
+def check(root: Path = ROOT) -> list[str]:
+    """Return what is wrong with what is committed, one sentence each."""
+    accepted = (
+        (root / "accepted-breaks.txt").read_text().splitlines() if (root / "accepted-breaks.txt").exists() else []
+    )
+    with TemporaryDirectory() as folder:
+        out = Path(folder)
+        written = [path.relative_to(out) for path in generate(out, root)]
+        found = [
+            f"{path} is not what `make protos` writes"
+            for path in written
+            if not (root / path).exists() or (root / path).read_bytes() != (out / path).read_bytes()
+        ]
+        contracts = sorted({path.relative_to(root) for path in root.rglob("*.binpb")})
+        for contract in contracts:
+            now = read_descriptors(out / contract)
+            for before in earlier_contracts(root / contract):
+                found += [line for line in breaks(before, now) if line not in accepted and line not in found]
+    return found
+
+
 def main() -> int:
-    """Generate in place, unless that would break the committed contract."""
+    """Generate in place, unless that would break the committed contract; or check what is there."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--break", dest="may_break", action="store_true", help="accept a change that breaks peers")
-    may_break: bool = parser.parse_args().may_break
+    parser.add_argument("--check", action="store_true", help="write nothing, and fail if something is out of date")
+    args = parser.parse_args()
+    if args.check:
+        problems = check()
+        print(*problems, sep="\n", file=sys.stderr, end="\n" if problems else "")
+        return bool(problems)
+    may_break: bool = args.may_break
     with TemporaryDirectory() as folder:
         out = Path(folder)
         written = [path.relative_to(out) for path in generate(out)]

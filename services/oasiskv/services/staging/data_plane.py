@@ -15,6 +15,9 @@ from oasiskv.services.staging.memory import StagingMemory
 
 logger = logging.getLogger(__name__)
 START_TIMEOUT_S = 30.0
+# Of the environment: over TCP whoever reaches the agent's port can read all of it, and there may be passwords in others.
+AGENT_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "LD_PRELOAD", "LANG", "TMPDIR", "VIRTUAL_ENV")
+AGENT_PREFIXES = ("PYTHON", "UCX_", "NIXL_", "CUDA_")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +101,7 @@ class DataPlane:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             pass_fds=fds,
-            env={**os.environ, "UCX_TLS": self._tls},
+            env=_agent_environment() | {"UCX_TLS": self._tls},
             limit=2**20,
         )
         assert process.stdout is not None
@@ -131,6 +134,12 @@ class DataPlane:
         logger.info("the agent of one-sided transfers ended with %d", code)
         self._offer = None
         offer.ended.set()
+
+
+def _agent_environment() -> dict[str, str]:
+    return {
+        name: value for name, value in os.environ.items() if name in AGENT_VARIABLES or name.startswith(AGENT_PREFIXES)
+    }
 
 
 async def until_ended(offer: Offer) -> None:
