@@ -15,7 +15,7 @@ from oasiskv.services.staging.memory import StagingMemory
 
 logger = logging.getLogger(__name__)
 START_TIMEOUT_S = 30.0
-# Of the environment: over TCP whoever reaches the agent's port can read all of it, and there may be passwords in others.
+# Of the environment: over TCP whoever reaches the agent's port can read all of it, and others may hold passwords.
 AGENT_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "LD_PRELOAD", "LANG", "TMPDIR", "VIRTUAL_ENV")
 AGENT_PREFIXES = ("PYTHON", "UCX_", "NIXL_", "CUDA_")
 
