@@ -136,6 +136,8 @@ def test_what_reached_the_disk_is_read_by_the_same_session_after_the_restart(tmp
         service.kill()
         service.start()
         until(lambda: peer.num_reconnects == 1)
+        first = peer.lease(keys("d", 4), wait_blocks=1).result()
+        assert first.num_blocks == 1
         lease = peer.lease(keys("d", 4), min_blocks=4).result()
         statuses, out = fetch(peer, lease, 4)
         assert not any(statuses)

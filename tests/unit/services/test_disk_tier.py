@@ -328,3 +328,75 @@ def test_a_block_that_is_evicted_while_it_is_written_is_not_found_on_disk(
             assert place.service.num_disk_errors == 0
 
     asyncio.run(scenario())
+
+
+async def none_is_read(place: Place) -> None:
+    assert place.service.disk_tier is not None
+    async with asyncio.timeout(20):
+        while place.service.disk_tier._ahead:
+            await asyncio.sleep(0.01)
+
+
+def test_a_lease_that_waits_for_some_blocks_has_the_others_read_ahead_for_the_next(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with running(tmp_path) as place:
+            await place.stage_on_disk_only()
+            first_id, block_ids, statuses = await place.service.lease(place.peer_id, KEYS, 1, 9.0, wait_blocks=3)
+            assert len(block_ids) == 3
+            assert statuses == [BlockStatus.INTACT] * 3 + [BlockStatus.NOT_READ] * 5
+            np.testing.assert_array_equal(await place.read(first_id, 3), DATA[:3])
+            await none_is_read(place)
+            # Half of the 7 blocks that no lease holds.
+            assert place.service.locate(place.peer_id, KEYS) == [Tier.HOST] * 6 + [Tier.DISK] * 2
+            assert place.service.leases.num_free == LIMITS.num_blocks - 3, "what is read ahead is held by nobody"
+            place.service.leases.release(place.peer_id, [first_id])
+            lease_id, block_ids, _ = await place.service.lease(place.peer_id, KEYS, 8, 9.0, wait_blocks=1)
+            assert len(block_ids) == 8, "never fewer than are wanted"
+            np.testing.assert_array_equal(await place.read(lease_id, 8), DATA)
+
+    asyncio.run(scenario())
+
+
+def test_leases_come_between_what_is_read_ahead_and_the_next_reading_ends_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        async with running(tmp_path) as place:
+            await place.stage_on_disk_only()
+            may_read = threading.Semaphore(0)
+            real = os.preadv
+
+            def read_when_allowed(*arguments: Any) -> int:
+                assert may_read.acquire(timeout=20)
+                return real(*arguments)
+
+            monkeypatch.setattr(os, "preadv", read_when_allowed)
+            assert place.service.disk_tier is not None
+            place.service.disk_tier.read_ahead(place.peer_id, KEYS)
+            await asyncio.sleep(0.05)
+            leasing = asyncio.create_task(place.service.lease(place.peer_id, KEYS[7:], 1, 9.0))
+            place.service.disk_tier.read_ahead(place.peer_id, KEYS[6:])
+            may_read.release(8)
+            _, block_ids, _ = await leasing
+            assert len(block_ids) == 1
+            await none_is_read(place)
+            assert len(place.service.disk_tier._ahead) == 0
+
+    asyncio.run(scenario())
+
+
+def test_reading_ahead_ends_at_a_block_that_is_not_intact_and_with_the_service(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with running(tmp_path) as place:
+            await place.stage_on_disk_only()
+            place.damage(KEYS[2])
+            assert place.service.disk_tier is not None
+            place.service.disk_tier.read_ahead(place.peer_id, KEYS[2:])
+            await none_is_read(place)
+            assert place.service.locate(place.peer_id, KEYS[2:3]) == [None]
+            assert place.service.leases.num_free == LIMITS.num_blocks
+            place.service.disk_tier.read_ahead("unknown", KEYS)
+            await none_is_read(place)
+            place.service.disk_tier.read_ahead(place.peer_id, KEYS)
+
+    asyncio.run(scenario())

@@ -195,10 +195,17 @@ class StagingSession:
             self._moves.seal, lease, np.asarray(block_indices, np.intp), list(block_keys), sums
         )
 
-    def lease(self, block_keys: Sequence[bytes], min_blocks: int = 1) -> "Future[Lease]":
-        """Take a read lease on the longest prefix of keys that is held. Fails as Lease of the contract."""
+    def lease(self, block_keys: Sequence[bytes], min_blocks: int = 1, wait_blocks: int = 0) -> "Future[Lease]":
+        """Take a read lease on the longest prefix of keys that is held. Fails as Lease of the contract.
+
+        Args:
+            block_keys: By block index.
+            min_blocks: Fewest blocks that make the lease worth having.
+            wait_blocks: Of the blocks that are only on disk, those among so many first ones are waited for, 0 for all;
+                the service reads the others ahead, for another lease on the same keys while these are fetched.
+        """
         keys = pb.BlockKeys(block_keys=block_keys)
-        request = pb.LeaseRequest(keys=keys, min_blocks=min_blocks, ttl_ms=self._ttl_ms)
+        request = pb.LeaseRequest(keys=keys, min_blocks=min_blocks, ttl_ms=self._ttl_ms, wait_blocks=wait_blocks)
         return background.submit(self._take(request))
 
     def accept(self, handle: str, min_blocks: int = 1) -> "Future[Lease]":

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import TypeVar
 
+from oasiskv.core.errors import OasisError
 from oasiskv.core.tiers import BlockStatus, Load, Spill, Tiers
 from oasiskv.services.staging.disk_file import DiskConfig, DiskFile
 from oasiskv.services.staging.memory import StagingMemory
@@ -39,6 +40,7 @@ class DiskTier:
         self._memory = memory
         self._wiper = wiper
         self._threads = ThreadPoolExecutor(config.num_readers + config.num_writers, thread_name_prefix="disk")
+        self._ahead: dict[str, asyncio.Task[None]] = {}
         self._due = asyncio.Event()
         self._writers: list[asyncio.Task[None]] = []
         # One lease after another: two that miss the same blocks would read them twice, and take twice the memory.
@@ -59,9 +61,10 @@ class DiskTier:
 
     async def stop(self) -> None:
         """End when the writes under way have; close the file."""
-        for writer in self._writers:
-            writer.cancel()
-        await asyncio.gather(*self._writers, return_exceptions=True)
+        tasks = [*self._writers, *self._ahead.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         self._threads.shutdown()
         self._file.close()
 
@@ -91,6 +94,29 @@ class DiskTier:
                 yield load
         finally:
             self._reading.release()
+
+    def read_ahead(self, peer_id: str, block_keys: Sequence[bytes]) -> None:
+        """Bring the longest prefix of keys that is held into memory after a while, for a lease that may come.
+
+        Nothing is held by it, and a peer's next one ends the one before.
+        """
+        before = self._ahead.pop(peer_id, None)
+        if before is not None:
+            before.cancel()
+        if self._tiers.missing(block_keys[:1])[1]:
+            task = asyncio.create_task(self._read_ahead(peer_id, block_keys))
+            self._ahead[peer_id] = task
+            task.add_done_callback(lambda done: self._ahead.get(peer_id) is done and self._ahead.pop(peer_id))
+
+    async def _read_ahead(self, peer_id: str, block_keys: Sequence[bytes]) -> None:
+        # Half, so that it does not push out what it has read itself, nor all that others may ask for.
+        num_blocks = min(len(block_keys), self._tiers.leases.num_free // 2)
+        step = self._config.num_readers  # a few at a time: leases, which somebody waits for, come in between
+        with contextlib.suppress(OasisError):
+            for start in range(0, num_blocks, step):
+                async with self.loaded(peer_id, block_keys[start : min(start + step, num_blocks)], 0) as load:
+                    if load is None or any(status is not BlockStatus.INTACT for status in load.statuses.values()):
+                        return
 
     async def _read_all(self, load: Load) -> None:
         block_ids = [block_id for _, block_id in load.reads.values()]

@@ -304,9 +304,16 @@ class StagingService:
         return [self.tiers.tier_of(block_key) for block_key in block_keys]
 
     async def lease(
-        self, peer_id: str, block_keys: Sequence[bytes], min_blocks: int, ttl_s: float
+        self, peer_id: str, block_keys: Sequence[bytes], min_blocks: int, ttl_s: float, wait_blocks: int = 0
     ) -> tuple[str, list[int], list[BlockStatus]]:
         """Take a read lease on the longest prefix that is held, after bringing it into memory.
+
+        Args:
+            peer_id: Who takes it.
+            block_keys: By block index.
+            min_blocks: Fewest blocks that make the lease worth having.
+            ttl_s: Seconds until it ends.
+            wait_blocks: Number of first blocks that are waited for, 0 for all; those behind are read ahead afterwards.
 
         Returns:
             The lease id, its block ids, and for every key what became of it.
@@ -320,15 +327,22 @@ class StagingService:
         """
         self._refuse_if_draining()
         check_keys(block_keys)
-        on_disk = self.tiers.missing(block_keys)[1] if self.disk_tier else {}
+        waited = block_keys[: max(wait_blocks, min_blocks)] if wait_blocks else block_keys
+        on_disk = self.tiers.missing(waited)[1] if self.disk_tier else {}
         if self.disk_tier is None or not on_disk:
             statuses = self.tiers.statuses(block_keys)
-            return *self._lease(peer_id, block_keys, min_blocks, ttl_s, statuses, 0), statuses
-        async with self.disk_tier.loaded(peer_id, block_keys, min_blocks) as load:
-            found = load.statuses if load else dict(zip(block_keys, self.tiers.statuses(block_keys), strict=True))
-            statuses = [found[block_key] for block_key in block_keys]
-            num_read = sum(found[block_key] is BlockStatus.INTACT for block_key in on_disk)
-            return *self._lease(peer_id, block_keys, min_blocks, ttl_s, statuses, num_read), statuses
+            taken = self._lease(peer_id, block_keys, min_blocks, ttl_s, statuses, 0)
+        else:
+            async with self.disk_tier.loaded(peer_id, waited, min_blocks) as load:
+                statuses = self.tiers.statuses(block_keys)
+                if load:
+                    statuses[: len(waited)] = [load.statuses[block_key] for block_key in waited]
+                is_read = dict(zip(block_keys, statuses, strict=True))
+                num_read = sum(is_read[block_key] is BlockStatus.INTACT for block_key in on_disk)
+                taken = self._lease(peer_id, block_keys, min_blocks, ttl_s, statuses, num_read)
+        if self.disk_tier is not None and wait_blocks:
+            self.disk_tier.read_ahead(peer_id, block_keys[len(taken[1]) :])
+        return *taken, statuses
 
     def _lease(
         self,

@@ -91,7 +91,7 @@ class StagingServicer(staging_pb2_grpc.StagingServicer):
         match request.WhichOneof("blocks"):
             case "keys":
                 lease_id, block_ids, statuses = await self._service.lease(
-                    request.peer_id, request.keys.block_keys, request.min_blocks, ttl_s
+                    request.peer_id, request.keys.block_keys, request.min_blocks, ttl_s, request.wait_blocks
                 )
             case "handle":
                 lease_id, block_ids = self._leases.accept(request.peer_id, request.handle, request.min_blocks, ttl_s)

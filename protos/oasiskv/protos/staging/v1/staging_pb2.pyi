@@ -171,18 +171,20 @@ class LocateResponse(_message.Message):
     def __init__(self, tiers: _Optional[_Iterable[_Union[Tier, str]]] = ...) -> None: ...
 
 class LeaseRequest(_message.Message):
-    __slots__ = ("peer_id", "keys", "handle", "min_blocks", "ttl_ms")
+    __slots__ = ("peer_id", "keys", "handle", "min_blocks", "ttl_ms", "wait_blocks")
     PEER_ID_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     MIN_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     TTL_MS_FIELD_NUMBER: _ClassVar[int]
+    WAIT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     peer_id: str
     keys: BlockKeys
     handle: str
     min_blocks: int
     ttl_ms: int
-    def __init__(self, peer_id: _Optional[str] = ..., keys: _Optional[_Union[BlockKeys, _Mapping]] = ..., handle: _Optional[str] = ..., min_blocks: _Optional[int] = ..., ttl_ms: _Optional[int] = ...) -> None: ...
+    wait_blocks: int
+    def __init__(self, peer_id: _Optional[str] = ..., keys: _Optional[_Union[BlockKeys, _Mapping]] = ..., handle: _Optional[str] = ..., min_blocks: _Optional[int] = ..., ttl_ms: _Optional[int] = ..., wait_blocks: _Optional[int] = ...) -> None: ...
 
 class BlockKeys(_message.Message):
     __slots__ = ("block_keys",)
