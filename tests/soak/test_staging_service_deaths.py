@@ -5,7 +5,9 @@ import signal
 import threading
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -87,11 +89,15 @@ class User(threading.Thread):
         session.release(lease).result()
 
 
+def all_staged_more(users: list[User], before: list[int]) -> bool:
+    return all(user.counts["staged"] > count for user, count in zip(users, before, strict=True))
+
+
 @pytest.mark.timeout(1800)
 def test_sessions_outlive_every_death_of_their_service(tmp_path: Path) -> None:
     chance = random.Random(20261130)
     (tmp_path / "disk").mkdir()
-    settings = {
+    settings: dict[str, Any] = {
         "staging": {"transport": "tcp"},
         "disk": {
             "folder": str(tmp_path / "disk"),
@@ -109,7 +115,7 @@ def test_sessions_outlive_every_death_of_their_service(tmp_path: Path) -> None:
             server.stop(signal.SIGKILL)
             server = StagingProcess(tmp_path, SHAPE, NUM_BLOCKS, address=server.address, **settings)
             before = [user.counts["staged"] for user in users]
-            until(lambda before=before: all(u.counts["staged"] > b for u, b in zip(users, before, strict=True)))
+            until(partial(all_staged_more, users, before))
     finally:
         for user in users:
             user.stopping.set()
