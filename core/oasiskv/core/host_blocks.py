@@ -214,6 +214,11 @@ class HostBlockManager:
         for block_id in self._tables[request_id]:
             self._reference_counts[block_id] += 1
 
+    def sealed_keys(self) -> list[bytes]:
+        """Return the keys of all sealed blocks: those that requests reference, then the others, evicted last first."""
+        referenced = [key for block_id, key in self._key_of.items() if block_id not in self._cached]
+        return referenced + [self._key_of[block_id] for block_id in reversed(self._cached)]
+
     def owners(self) -> set[str]:
         """Return the requests that own blocks."""
         return set(self._tables)

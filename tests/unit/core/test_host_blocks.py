@@ -248,6 +248,21 @@ def test_a_hundred_thousand_blocks_change_owner_twice() -> None:
     manager.check_invariants()
 
 
+def test_the_sealed_keys_begin_with_what_is_referenced_and_end_with_what_is_evicted_next(
+    manager: HostBlockManager,
+) -> None:
+    fill(manager, "a", [b"a0", b"a1"])
+    fill(manager, "b", [b"b0"])
+    fill(manager, "c", [b"c0", b"c1"])
+    manager.extend("d", 1)
+    manager.release("c")
+    manager.release("a")
+    assert manager.sealed_keys() == [b"b0", b"a0", b"a1", b"c0", b"c1"]
+    manager.release("b")
+    manager.extend("e", 3)
+    assert manager.sealed_keys() == [b"b0", b"a0", b"a1", b"c0"]
+
+
 def test_a_block_is_said_to_be_free_when_nobody_has_or_finds_it_and_not_when_it_is_evicted() -> None:
     freed: list[int] = []
     manager = HostBlockManager(3, on_free=freed.append)

@@ -25,6 +25,7 @@ from oasiskv.services.staging.data_plane import DataPlane
 from oasiskv.services.staging.directory import DirectoryConfig
 from oasiskv.services.staging.disk_file import DiskConfig, DiskFile
 from oasiskv.services.staging.fabric import choose
+from oasiskv.services.staging.handover import hand_over
 from oasiskv.services.staging.memory import MemorySocket, StagingMemory
 from oasiskv.services.staging.metrics import StagingCollector
 from oasiskv.services.staging.service import StagingConfig, StagingService
@@ -150,7 +151,7 @@ async def run(config: ProcessConfig) -> None:
         print(f"oasiskv staging listens on port {server.port}", flush=True)
         await stopping.get()
         await server.set_serving(False)
-        await _drain(service, config.drain_s, stopping)
+        await _drain(service, config, stopping)
 
 
 def _facts(service: StagingService) -> dict[str, Any]:
@@ -159,10 +160,12 @@ def _facts(service: StagingService) -> dict[str, Any]:
     return {"role": "staging", "is_draining": service.is_draining, "num_requests": leases, "reasons": []}
 
 
-async def _drain(service: StagingService, drain_s: float, stopping: "asyncio.Queue[int]") -> None:
+async def _drain(service: StagingService, config: ProcessConfig, stopping: "asyncio.Queue[int]") -> None:
     logger.info("draining: %d leases are left", service.drain())
     try:
-        async with asyncio.timeout(drain_s):
+        async with asyncio.timeout(config.drain_s):
+            if config.staging.successor and stopping.empty():
+                await _hand_over(service, config, stopping)
             # What the leases held goes to disk, so that it can be found after the start of the next process.
             while (service.drain() or service.tiers.num_unwritten) and stopping.empty():
                 await asyncio.sleep(0.1)
@@ -172,6 +175,18 @@ async def _drain(service: StagingService, drain_s: float, stopping: "asyncio.Que
             service.drain(),
             service.tiers.num_unwritten,
         )
+
+
+async def _hand_over(service: StagingService, config: ProcessConfig, stopping: "asyncio.Queue[int]") -> None:
+    handing_over = asyncio.create_task(hand_over(service, config.staging.successor, config.server.tls))
+    try:
+        while not handing_over.done() and stopping.empty():
+            await asyncio.wait([handing_over], timeout=0.1)
+    finally:
+        handing_over.cancel()
+        await asyncio.wait([handing_over])
+    if not handing_over.cancelled() and handing_over.exception() is not None:
+        logger.error("what is in memory was not handed over", exc_info=handing_over.exception())
 
 
 def main() -> int:

@@ -70,6 +70,10 @@ class StagingConfig:
 
     huge_pages: str = "auto"
     """`never` for small pages, auto for huge ones where the kernel has enough set aside."""
+
+    successor: str = ""
+    """`host:port` of the staging service that gets what is in memory when this one ends; empty for none."""
+
     disk: DiskConfig | None = None
     """The SSD tier; None to hold blocks in memory only."""
 
@@ -87,6 +91,8 @@ class StagingConfig:
         for name, words in (("transport", TRANSPORTS), ("locality", LOCALITIES), ("huge_pages", HUGE_PAGES)):
             if getattr(self, name) not in words:
                 raise ConfigError(f"{name}: expected one of {', '.join(words)}, got {getattr(self, name)!r}")
+        if not isinstance(self.successor, str) or (self.successor and ":" not in self.successor):
+            raise ConfigError(f"successor: expected host:port, got {self.successor!r}")
         if self.is_strict and self.transport not in ("auto", "none"):
             raise ConfigError(f"transport: expected none in strict mode, got {self.transport!r}")
         if self.locality == "remote" and self.transport == "shm":
