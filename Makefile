@@ -32,7 +32,7 @@ PY := .venv/bin/python
 READY := .venv/ready
 endif
 
-.PHONY: help install redis check test soak protos crds bench run clean
+.PHONY: help install redis check test soak protos crds locks sbom bench run clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -103,6 +103,12 @@ protos: $(READY) ## generate code from .proto files; refuses a change that break
 
 crds: $(READY) ## generate the operator's resource definitions and their reference page
 	$(PY) -m oasiskv.operator.crds
+
+locks: $(READY) ## write what the container images install, exact versions by hash, from the package index
+	$(PY) services/images.py lock
+
+sbom: $(READY) ## write a bill of materials (CycloneDX) of each container image to build/sbom
+	$(PY) services/images.py sbom
 
 bench: $(READY) ## measure; ARGS= goes to oasiskv bench
 	$(PY) -m oasiskv.cli bench $(ARGS)
