@@ -249,8 +249,13 @@ def _unless_cached(report: Callable[[str], None]) -> Callable[[str], None]:
     return pass_on
 
 
-def check_port(host: str | None, port: int) -> None:
+def check_port(host: str | None, port: int, setting: str = "--port") -> None:
     """Check that a server can listen there.
+
+    Args:
+        host: None for everywhere.
+        port: The port.
+        setting: Where it was given.
 
     Raises:
         ConfigError: it cannot; the message says why.
@@ -262,7 +267,7 @@ def check_port(host: str | None, port: int) -> None:
             probe.bind((host or "", port))
         except (OSError, OverflowError) as cause:
             where = f"{port} on {host}" if host else str(port)
-            raise ConfigError(f"--port: expected a free port, got {where} ({cause}); choose another") from cause
+            raise ConfigError(f"{setting}: expected a free port, got {where} ({cause}); choose another") from cause
 
 
 def free_port() -> int:
@@ -398,12 +403,18 @@ def _arguments(request: Request, plan: Plan, device: str, drafter: dict[str, Any
     return [*arguments, *request.rest]
 
 
-def _transfer_config(config: LookaheadConfig) -> dict[str, Any]:
-    """Return vLLM's `kv_transfer_config`, with the settings that are not at their defaults."""
+def lookahead_settings(config: LookaheadConfig) -> dict[str, Any]:
+    """Return the settings that are not at their defaults, and those that everybody wants to see."""
     settings = {"budget_blocks": config.budget_blocks, "host_pool_bytes": config.host_pool_bytes}
     for setting in fields(LookaheadConfig):
         if (value := getattr(config, setting.name)) != setting.default:
             settings[setting.name] = value
+    return settings
+
+
+def _transfer_config(config: LookaheadConfig) -> dict[str, Any]:
+    """Return vLLM's `kv_transfer_config`."""
+    settings = lookahead_settings(config)
     return {"kv_connector": CONNECTOR, "kv_role": "kv_both", "kv_connector_extra_config": settings}
 
 

@@ -28,6 +28,12 @@ _ANY_ERROR = re.compile(r"(?:[a-z_]\w*\.)*([A-Z]\w*(?:Error|Exception)): (.+)")
 _VALIDATION = re.compile(r"\d+ validation errors? for ")
 _USAGE_ERROR = re.compile(r"\S+: error: (.*)")
 
+_SERVICE_LINE = re.compile(
+    r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (?P<level>[A-Z]+) (?P<logger>\S+) (?P<text>.*)", re.DOTALL
+)
+_SERVICE_ERROR = re.compile(r"error: (.*)")
+_LISTENS = re.compile(r"oasiskv \w+ listens on (.*)")
+
 
 class LogReader:
     """Reads the log of one server.
@@ -91,3 +97,38 @@ class LogReader:
                 self._in_validation = True
             else:
                 self._first = self._first or f"vLLM: {found[1]}: {found[2]}"
+
+
+class ServiceLog:
+    """Reads the log of a service of ours: its own lines, those of the engine in it, and its last word.
+
+    Attributes:
+        is_ready: Set once the service listens.
+    """
+
+    def __init__(self) -> None:
+        """Start with nothing read."""
+        self.is_ready = threading.Event()
+        self._engine = LogReader("WARNING")
+        self._error: str | None = None
+
+    @property
+    def cause(self) -> str | None:
+        """Why the service ended, in one line: its own last word before what its engine said."""
+        return self._error or self._engine.cause
+
+    def read(self, line: str) -> str | None:
+        """Take a line; return what to show of it, None for nothing."""
+        if (own := _SERVICE_LINE.fullmatch(line)) is not None:
+            is_plain = own["level"] in ("DEBUG", "INFO")
+            if is_plain and not own["logger"].startswith("oasiskv."):
+                return None
+            return own["text"] if is_plain else f"{own['level']} {own['text']}"
+        if (error := _SERVICE_ERROR.fullmatch(line)) is not None:
+            self._error = error[1]
+            return None
+        if (where := _LISTENS.fullmatch(line)) is not None:
+            self.is_ready.set()
+            self._engine.is_ready.set()
+            return f"listens on {where[1]}"
+        return self._engine.read(line)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Protocol
 
-from oasiskv.cli import bench, demo, doctor, evaluate, model, serve, trace
+from oasiskv.cli import bench, demo, doctor, evaluate, model, serve, trace, up
 from oasiskv.core.errors import OasisError
 
 EXIT_ERROR = 2
@@ -41,6 +41,7 @@ COMMANDS: MappingProxyType[str, Command] = MappingProxyType(
         "run": demo,
         "serve": serve,
         "trace": trace,
+        "up": up,
     }
 )
 """Every subcommand by its name, in the order of the help text."""

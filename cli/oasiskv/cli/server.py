@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
-from typing import NoReturn, Self
+from typing import NoReturn, Protocol, Self
 
 from oasiskv.cli.log import LogReader
 from oasiskv.core.errors import EngineFailedError, TransferTimeoutError
@@ -34,6 +34,20 @@ KEPT_LINES = 40
 """Last lines of the log that are shown when the server dies without a word that names the cause."""
 
 
+class Log(Protocol):
+    """Reads the log of a process; see `LogReader`."""
+
+    is_ready: threading.Event
+    """Set once the process takes requests."""
+
+    @property
+    def cause(self) -> str | None:
+        """Why it failed, in one line."""
+
+    def read(self, line: str) -> str | None:
+        """Take a line; return what to show of it, None for nothing."""
+
+
 class Server:
     """One server; a context manager that stops it.
 
@@ -44,6 +58,8 @@ class Server:
         is_verbose: Show every line as it is.
         least_level: Of the lines that are shown once the server is ready.
         address: Host and port where it will listen; None where they are not known.
+        log: Reads its log; one for vLLM's server if none is given.
+        stop_timeout_s: Time that it gets to end before it is killed.
     """
 
     def __init__(
@@ -55,6 +71,8 @@ class Server:
         is_verbose: bool = False,
         least_level: str = "INFO",
         address: tuple[str, int] | None = None,
+        log: Log | None = None,
+        stop_timeout_s: float = STOP_TIMEOUT_S,
     ) -> None:
         """Prepare; nothing is started."""
         self._command = list(command)
@@ -63,7 +81,8 @@ class Server:
         self._is_verbose = is_verbose
         self._is_quiet = False
         self._address = address
-        self._log = LogReader(least_level)
+        self._log: Log = log or LogReader(least_level)
+        self._stop_timeout_s = stop_timeout_s
         self._is_listening = threading.Event()
         self._tail: deque[str] = deque(maxlen=KEPT_LINES)
         self._process: subprocess.Popen[str] | None = None
@@ -102,13 +121,26 @@ class Server:
             EngineFailedError: it ended before.
             TransferTimeoutError: it does neither.
         """
-        assert self._process is not None
         end = time.monotonic() + timeout_s
         while not self._is_listening.wait(0.2):
-            if self._process.poll() is not None:
-                raise self._failure(self._process.returncode)
+            self.check()
             if time.monotonic() > end:
                 raise TransferTimeoutError(f"server: expected it to be ready in {timeout_s:.0f} s; see --verbose")
+
+    @property
+    def is_listening(self) -> bool:
+        """Whether it takes requests."""
+        return self._is_listening.is_set()
+
+    def check(self) -> None:
+        """Check that it runs.
+
+        Raises:
+            EngineFailedError: it does not.
+        """
+        assert self._process is not None
+        if self._process.poll() is not None:
+            raise self._failure(self._process.returncode)
 
     def wait(self) -> NoReturn:
         """Wait until it ends by itself, which a server never should.
@@ -130,7 +162,7 @@ class Server:
             process.send_signal(signal.SIGINT)
             # A second ctrl-C means "at once".
             with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
-                process.wait(STOP_TIMEOUT_S)
+                process.wait(self._stop_timeout_s)
         if not _wait_gone(process, GONE_TIMEOUT_S):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

@@ -1,7 +1,8 @@
 """The settings of the prefill and decode services: one TOML file, which the staging service reads too.
 
 Each service takes the tables that concern it, so one file can be given to all of them. `[staging]`, `[leases]`,
-`[server]`, `[disk]` and `[directory]` are the staging service's own and are not looked at here.
+`[server]`, `[disk]` and `[directory]` are the staging service's own, `[up]` is that of `oasiskv up`; they are passed
+over here.
 """
 
 import tomllib
@@ -27,7 +28,7 @@ OWNED_ARGUMENTS = {
 """Arguments of vLLM that the services set themselves, and the setting that says what they become."""
 
 TABLES = frozenset(
-    {"engine", "fingerprint", "prefill", "decode", "tls", "staging", "leases", "server", "disk", "directory"}
+    {"engine", "fingerprint", "prefill", "decode", "tls", "staging", "leases", "server", "disk", "directory", "up"}
 )
 
 
@@ -148,6 +149,12 @@ class DecodeConfig:
     tls: TlsConfig | None = None
     """Mutual TLS with peers and callers of decode.v1; None to speak in the clear."""
 
+    model_name: str = ""
+    """What requests call the model; empty for `engine.model`."""
+
+    http_arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Options of vLLM's HTTP server by their names, such as `enable_auto_tool_choice` or `chat_template`."""
+
     local_prompt_tokens: int = 0
     """Prompts of at most this many tokens are computed here; so are those too short to become sparse."""
 
@@ -183,6 +190,10 @@ class DecodeConfig:
             check_address("staging", self.staging)
         if not _is_number(self.local_prompt_tokens, int) or self.local_prompt_tokens < 0:
             raise ConfigError(f"local_prompt_tokens: expected 0 or more, got {self.local_prompt_tokens!r}")
+        if not isinstance(self.model_name, str):
+            raise ConfigError(f"model_name: expected a text, got {self.model_name!r}")
+        if not isinstance(self.http_arguments, Mapping):
+            raise ConfigError(f"http_arguments: expected a table, got {self.http_arguments!r}")
         _check_common(self, "max_call_s", "drain_s")
 
 

@@ -6,3 +6,6 @@ VLLM_VERSION = "0.32.0"
 CONNECTOR = "OasisKVConnector"
 WORKERS = {"cpu": "oasiskv.engine.vllm.cpu.Worker", "cuda": "oasiskv.engine.vllm.cuda.Worker"}
 """The worker class of each build of vLLM."""
+
+HANDOVER_DEVICES = ("cpu",)
+"""Devices whose engines hand requests over; `Runtime.attach` refuses the others."""

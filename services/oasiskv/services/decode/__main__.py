@@ -79,7 +79,14 @@ async def run(config: DecodeConfig) -> None:
         )
         resources.push_async_callback(server.stop, grace_s=1.0)
         await server.set_serving(False)
-        http_port = await resources.enter_async_context(http_server(engine, config.http_address, service.check_room))
+        http = http_server(
+            engine,
+            config.http_address,
+            service.check_room,
+            model_name=config.model_name,
+            arguments=config.http_arguments,
+        )
+        http_port = await resources.enter_async_context(http)
         print(f"oasiskv decode listens on port {server.port}, HTTP on port {http_port}{front.where}", flush=True)
         await serve(service, server, received, config.drain_s)
 

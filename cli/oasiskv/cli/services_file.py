@@ -1,0 +1,232 @@
+"""The file that says what `oasiskv up` starts: made for a model, or read, and split into a file for each process."""
+
+import copy
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from oasiskv.cli.launch import Launch, check_port, free_port, lookahead_settings
+from oasiskv.core.errors import ConfigError
+from oasiskv.core.service_config import DecodeConfig, PrefillConfig, build, check_address, read_services
+
+DTYPES = {"float": "float32", "half": "float16"}
+"""What a model's configuration calls a type, where a fingerprint calls it otherwise."""
+
+ROLES = ("staging", "prefill", "decode")
+"""In the order in which they are started; they are stopped in the other one."""
+
+ANY = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
+"""Where to reach what listens everywhere."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """`[up]`: how many there are of each."""
+
+    prefills: int = 1
+    decodes: int = 1
+
+    def __post_init__(self) -> None:
+        """Check every field.
+
+        Raises:
+            ConfigError: A field is out of its range.
+        """
+        for name in ("prefills", "decodes"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name}: expected an integer of at least 1, got {value!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Process:
+    """One process to start."""
+
+    role: str
+    name: str
+    """The role and, where there are several, which one."""
+    config: str
+    """TOML."""
+    metrics_port: int
+    """On loopback."""
+    http_address: str = ""
+    """Of decode, as a client calls it."""
+    drain_s: float = 30.0
+    """Time that requests get to end."""
+
+
+def file_for(launch: Launch, http_address: str) -> str:
+    """Return a file for a model: every process on loopback, at ports that are free when they start.
+
+    Args:
+        launch: The plan of one server; each of prefill and decode is as large.
+        http_address: `host:port` of OpenAI's HTTP.
+    """
+    plan, shape = launch.plan, launch.plan.pools.shape
+    arguments: dict[str, Any] = {
+        "max_model_len": plan.pools.max_model_len,
+        "max_num_seqs": plan.pools.max_num_seqs,
+        "enforce_eager": launch.device == "cpu",
+    }
+    if plan.engine_bytes is not None:
+        arguments["kv_cache_memory_bytes"] = plan.engine_bytes
+    tables: dict[str, Any] = {
+        "up": {"prefills": 1, "decodes": 1},
+        "engine": {
+            "model": launch.model.path,
+            "lookahead": lookahead_settings(plan.config),
+            "arguments": arguments,
+        },
+        "fingerprint": {
+            "model_hash": model_hash(launch.model.path, launch.model.config),
+            "dtype": DTYPES.get(shape.dtype, shape.dtype),
+            "block_size": plan.pools.block_size,
+            "num_layers": shape.num_layers,
+            "num_kv_heads": shape.num_kv_heads,
+            "head_dim": shape.head_dim,
+        },
+        "staging": {"address": "127.0.0.1:0", "pool_bytes": plan.config.host_pool_bytes},
+        "prefill": {"address": "127.0.0.1:0"},
+        "decode": {"address": "127.0.0.1:0", "http_address": http_address},
+    }
+    return toml(tables)
+
+
+def model_hash(model: str, config: Mapping[str, Any]) -> str:
+    """Return what tells this model's KV from another's, for processes of one machine: they read the same files."""
+    folder = Path(model)
+    files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
+    facts = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    return sha256(json.dumps([model, dict(config), facts], sort_keys=True).encode()).hexdigest()
+
+
+def split(text: str, folder: Path, **counts: int | None) -> list[Process]:
+    """Return the processes that a file asks for, each with a file of its own; all on this machine.
+
+    Where one finds another is filled in, whatever the file says; so are ports that are 0 or absent. The second process
+    of a role listens at the ports after those of the first.
+
+    Args:
+        text: TOML.
+        folder: For sockets.
+        counts: `prefills` and `decodes`, in the place of what the file says where they are not None.
+
+    Raises:
+        ConfigError: A setting is wrong or a port is taken; the message names it.
+    """
+    try:
+        tables = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as cause:
+        raise ConfigError(f"config: expected TOML, got {cause}") from cause
+    for role in ROLES:
+        if not isinstance(tables.get(role), dict):
+            raise ConfigError(f"{role}: expected this table, got none")
+    given = {name: value for name, value in counts.items() if value is not None}
+    number = build(Counts, "up", tables.pop("up", {}) | given)
+    staging = _staging(tables, folder)
+    prefills = [
+        _engine("prefill", index, number.prefills, tables, {"staging": staging.address})
+        for index in range(number.prefills)
+    ]
+    peers = {"staging": staging.address, "prefills": [one.address for one in prefills]}
+    decodes = [_engine("decode", index, number.decodes, tables, peers) for index in range(number.decodes)]
+    return [one.process for one in (staging, *prefills, *decodes)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Placed:
+    process: Process
+    address: str
+    """As a peer calls it."""
+
+
+def _staging(tables: Mapping[str, Any], folder: Path) -> _Placed:
+    own = {name: copy.deepcopy(table) for name, table in tables.items() if name not in ("prefill", "decode", "engine")}
+    server = own.setdefault("server", {})
+    address = _listen("staging.address", own["staging"].pop("address", server.get("address", "127.0.0.1:0")), 0)
+    metrics = _listen("server.metrics_address", server.get("metrics_address") or "127.0.0.1:0", 0)
+    server |= {"address": address, "metrics_address": metrics}
+    if not own["staging"].get("is_strict"):
+        own["staging"].setdefault("memory_socket", str(folder / "staging.sock"))
+    process = Process(
+        role="staging",
+        name="staging",
+        config=toml(own),
+        metrics_port=_port(metrics),
+        drain_s=own["staging"].get("drain_s", Process.__dataclass_fields__["drain_s"].default),
+    )
+    return _Placed(process=process, address=_reach(address))
+
+
+def _engine(role: str, index: int, number: int, tables: Mapping[str, Any], peers: Mapping[str, Any]) -> _Placed:
+    wanted = (role, "engine", "fingerprint", "tls")
+    own = {name: copy.deepcopy(table) for name, table in tables.items() if name in wanted}
+    settings = own[role]
+    settings |= peers
+    names = ["address", "metrics_address"] if role == "prefill" else ["address", "metrics_address", "http_address"]
+    for name in names:
+        settings[name] = _listen(f"{role}.{name}", settings.get(name) or "127.0.0.1:0", index)
+    text = toml(own)
+    config: PrefillConfig | DecodeConfig | None = getattr(read_services(text), role)
+    assert config is not None
+    process = Process(
+        role=role,
+        name=role if number == 1 else f"{role}-{index}",
+        config=text,
+        metrics_port=_port(settings["metrics_address"]),
+        http_address=_reach(settings.get("http_address", "")),
+        drain_s=config.drain_s,
+    )
+    return _Placed(process=process, address=_reach(settings["address"]))
+
+
+def _listen(name: str, address: object, index: int) -> str:
+    """Return where the process of that index listens."""
+    check_address(name, address)
+    host, _, port = str(address).rpartition(":")
+    if int(port) == 0:
+        return f"{host}:{free_port()}"
+    check_port(host.strip("[]"), int(port) + index, name)
+    return f"{host}:{int(port) + index}"
+
+
+def _reach(address: str) -> str:
+    host, _, port = address.rpartition(":")
+    return f"{ANY.get(host, host)}:{port}" if address else ""
+
+
+def _port(address: str) -> int:
+    return int(address.rpartition(":")[2])
+
+
+def toml(tables: Mapping[str, Any]) -> str:
+    """Return tables as TOML."""
+    return "\n".join(_table([name], table) for name, table in tables.items())
+
+
+def _table(path: list[str], table: Mapping[str, Any]) -> str:
+    lines = [f"[{'.'.join(map(_key, path))}]"]
+    nested = []
+    for name, value in table.items():
+        if isinstance(value, Mapping):
+            nested.append(_table([*path, name], value))
+        else:
+            lines.append(f"{_key(name)} = {_value(value)}")
+    return "\n".join([*lines, "", *nested])
+
+
+def _key(name: str) -> str:
+    return name if name.replace("_", "").replace("-", "").isalnum() and name.isascii() else json.dumps(name)
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_key(name)} = {_value(each)}" for name, each in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_value, value)) + "]"
+    # Of texts, numbers and booleans JSON is TOML, but for pairs of surrogates, and DEL, which TOML wants escaped.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
