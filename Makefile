@@ -11,6 +11,8 @@ MODEL ?=
 ENGINE ?= cpu
 # Where pip finds the CPU build of torch, if its configured indexes do not have it: PyTorch's own index of CPU wheels.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+# Of KServe's client, which the tests of the Open Inference Protocol use.
+KSERVE_VERSION := 0.21.0
 # Further arguments for pytest, protos/generate.py and `oasiskv bench`.
 ARGS ?=
 
@@ -32,7 +34,7 @@ PY := .venv/bin/python
 READY := .venv/ready
 endif
 
-.PHONY: help install redis check test soak protos crds locks sbom bench run clean
+.PHONY: help install redis kserve check test soak protos crds locks sbom bench run clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -81,6 +83,13 @@ redis: ## install Debian's redis-server, which the tests of the directory start;
 		if [ "$$(id -u)" = 0 ]; then apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends redis-server; \
 		else echo 'error: redis-server is not installed, and this user may not install it. Ask for the Debian package redis-server' \
 			'(sudo make redis), or go on without it: the tests of the directory are skipped then.' >&2; exit 1; fi; }
+
+kserve: build/kserve/ready ## install KServe's own client for its tests; it does not go with vLLM's packages, so into build/kserve
+
+build/kserve/ready:
+	$(PYTHON) -m venv build/kserve
+	build/kserve/bin/python -m pip install --quiet kserve==$(KSERVE_VERSION)
+	@touch $@
 
 check: $(READY) ## everything that needs no test run: lint, format, types, layers, spelling, layout
 	$(PY) -m ruff check .

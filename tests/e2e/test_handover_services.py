@@ -1,7 +1,7 @@
 """Router, servicers and clients of prefill and decode over real gRPC and a real staging service, without engines."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from oasiskv.core.errors import (
     PoolExhaustedError,
     RequestAbortedError,
 )
-from oasiskv.core.generation import Generated, Logprob, Sampling
+from oasiskv.core.generation import Logprob, Sampling
 from oasiskv.core.service_config import DecodeConfig
 from oasiskv.protos.decode.v1 import decode_pb2, decode_pb2_grpc
 from oasiskv.protos.generation.v1 import generation_pb2 as pb
@@ -26,7 +26,7 @@ from oasiskv.services.decode.servicer import DecodeServicer
 from oasiskv.services.generation import sampling_message, sampling_of
 from oasiskv.services.rpc.server import RpcServer, ServerConfig
 from oasiskv.services.rpc.status import error_of
-from oasiskv.services.testing_handover import ENGINE, FINGERPRINT, World, run_world
+from oasiskv.services.testing_handover import ENGINE, FINGERPRINT, FakeEngine, World, run_world
 
 PROMPT = list(range(100))
 GREEDY = Sampling(temperature=0)
@@ -156,47 +156,6 @@ def test_sampling_survives_the_wire() -> None:
     assert sampling_of(pb.Sampling()) == Sampling()
     with pytest.raises(InvalidRequestError, match=r"^top_p"):
         sampling_of(pb.Sampling(top_p=0.0))
-
-
-class FakeEngine:
-    """Generates numbers until it is told to end."""
-
-    def __init__(self) -> None:
-        self.is_alive = True
-        self.num_requests = 0
-        self.may_go_on = asyncio.Event()
-        self.may_go_on.set()
-        self.aborted: set[str] = set()
-        self.closed = 0
-        self.reason = "length"
-
-    def tokenize(self, prompt: Any) -> list[int]:
-        if not prompt:
-            raise InvalidRequestError("prompt: expected tokens")
-        return list(prompt)
-
-    async def generate(self, request_id: str, ids: Sequence[int], sampling: Sampling) -> AsyncIterator[Generated]:
-        self.num_requests += 1
-        try:
-            for index in range(sampling.max_tokens):
-                await self.may_go_on.wait()
-                if request_id in self.aborted:
-                    yield Generated(token_ids=[], finish_reason="abort")
-                    return
-                is_last = index == sampling.max_tokens - 1
-                entries = [[Logprob(token_id=index, logprob=-1.0, rank=1)]] if sampling.logprobs is not None else []
-                reason = self.reason if is_last else None
-                yield Generated(token_ids=[index], text=f"{index} ", logprobs=entries, finish_reason=reason)
-        finally:
-            self.num_requests -= 1
-            self.closed += 1
-
-    async def abort(self, request_id: str) -> None:
-        self.aborted.add(request_id)
-        self.may_go_on.set()
-
-    async def traffic(self) -> dict[str, int]:
-        return {"admitted_bytes": 1, "missed_bytes": 2, "handover_bytes": 3}
 
 
 DecodeTest = Callable[[DecodeService, FakeEngine, Any], Awaitable[None]]

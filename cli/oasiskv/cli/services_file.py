@@ -59,11 +59,12 @@ class Process:
     """Time that requests get to end."""
 
 
-def file_for(launch: Launch, http_address: str) -> str:
+def file_for(launch: Launch, model_name: str, http_address: str) -> str:
     """Return a file for a model: every process on loopback, at ports that are free when they start.
 
     Args:
         launch: The plan of one server; each of prefill and decode is as large.
+        model_name: What requests call the model.
         http_address: `host:port` of OpenAI's HTTP.
     """
     plan, shape = launch.plan, launch.plan.pools.shape
@@ -91,7 +92,7 @@ def file_for(launch: Launch, http_address: str) -> str:
         },
         "staging": {"address": "127.0.0.1:0", "pool_bytes": plan.config.host_pool_bytes},
         "prefill": {"address": "127.0.0.1:0"},
-        "decode": {"address": "127.0.0.1:0", "http_address": http_address},
+        "decode": {"address": "127.0.0.1:0", "http_address": http_address, "model_name": model_name},
     }
     return toml(tables)
 

@@ -96,7 +96,7 @@ def config_text(args: argparse.Namespace) -> str:
     share = (limit.max_bytes or limit.mem_total_bytes or 2**33) // 2 // len(ROLES)
     if launch.plan.config.host_pool_bytes > share:  # each of the three has a pool of that size
         launch = prepare(replace(request, host_memory=str(share)), device, _say)
-    return file_for(launch, args.http)
+    return file_for(launch, path.name or args.target, args.http)
 
 
 def timed(show: Callable[[str], None]) -> Callable[[str], None]:

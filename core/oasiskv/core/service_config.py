@@ -149,6 +149,9 @@ class DecodeConfig:
     tls: TlsConfig | None = None
     """Mutual TLS with peers and callers of decode.v1; None to speak in the clear."""
 
+    oip_address: str = ""
+    """`host:port` of the Open Inference Protocol over plain gRPC, port 0 for a free one; empty for none."""
+
     model_name: str = ""
     """What requests call the model; empty for `engine.model`."""
 
@@ -190,6 +193,8 @@ class DecodeConfig:
             check_address("staging", self.staging)
         if not _is_number(self.local_prompt_tokens, int) or self.local_prompt_tokens < 0:
             raise ConfigError(f"local_prompt_tokens: expected 0 or more, got {self.local_prompt_tokens!r}")
+        if self.oip_address:
+            check_address("oip_address", self.oip_address)
         if not isinstance(self.model_name, str):
             raise ConfigError(f"model_name: expected a text, got {self.model_name!r}")
         if not isinstance(self.http_arguments, Mapping):

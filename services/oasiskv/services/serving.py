@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from typing import Any, Protocol
 
 from prometheus_client.registry import Collector
@@ -101,7 +101,7 @@ async def cancelled(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
             await task
 
 
-async def serve(service: Service, server: RpcServer, received: "asyncio.Queue[int]", drain_s: float) -> None:
+async def serve(service: Service, servers: Sequence[RpcServer], received: "asyncio.Queue[int]", drain_s: float) -> None:
     """Serve until a signal, then until requests have ended, `drain_s` is over, or another signal comes.
 
     Raises:
@@ -110,15 +110,15 @@ async def serve(service: Service, server: RpcServer, received: "asyncio.Queue[in
     was_ready = False
     while received.empty():
         if not service.is_alive:
-            await server.set_serving(False)
+            await _set_serving(servers, False)
             raise EngineFailedError("engine: its process ended; the log says why")
         if service.is_ready != was_ready:
             was_ready = not was_ready
             logger.info("ready" if was_ready else "not ready")
-            await server.set_serving(was_ready)
+            await _set_serving(servers, was_ready)
         await asyncio.sleep(LOOK_S)
     received.get_nowait()
-    await server.set_serving(False)
+    await _set_serving(servers, False)
     logger.info("draining: %d requests are left", service.drain())
     try:
         async with asyncio.timeout(drain_s):
@@ -126,3 +126,8 @@ async def serve(service: Service, server: RpcServer, received: "asyncio.Queue[in
                 await asyncio.sleep(0.1)
     except TimeoutError:
         logger.warning("stopping with %d requests that have not ended", service.drain())
+
+
+async def _set_serving(servers: Sequence[RpcServer], is_serving: bool) -> None:
+    for server in servers:
+        await server.set_serving(is_serving)

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import hashlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,9 @@ import grpc
 import numpy as np
 
 from oasiskv.core.config import LookaheadConfig
+from oasiskv.core.errors import InvalidRequestError
 from oasiskv.core.fingerprint import Fingerprint
-from oasiskv.core.generation import Handover, Logprob, Sampling
+from oasiskv.core.generation import Generated, Handover, Logprob, Sampling
 from oasiskv.core.service_config import DecodeConfig, EngineConfig
 from oasiskv.protos.prefill.v1 import prefill_pb2_grpc
 from oasiskv.protos.staging.v1 import staging_pb2
@@ -97,6 +98,53 @@ class FakePrefill:
         keys = [mark.encode() + bytes([index]) for index in range(num_blocks)]
         await asyncio.wrap_future(self.session.seal(lease, range(num_blocks), keys))
         return await asyncio.wrap_future(self.session.hand_off(lease))
+
+
+class FakeEngine:
+    """Generates numbers as text until it is told to end."""
+
+    def __init__(self) -> None:
+        self.is_alive = True
+        self.num_requests = 0
+        self.may_go_on = asyncio.Event()
+        self.may_go_on.set()
+        self.aborted: set[str] = set()
+        self.closed = 0
+        self.reason = "length"
+        self.samplings: list[Sampling] = []
+
+    def tokenize(self, prompt: Any) -> list[int]:
+        """Return the prompt's elements."""
+        if not prompt:
+            raise InvalidRequestError("prompt: expected tokens")
+        return list(prompt)
+
+    async def generate(self, request_id: str, ids: Sequence[int], sampling: Sampling) -> AsyncIterator[Generated]:
+        """Count up."""
+        self.num_requests += 1
+        self.samplings.append(sampling)
+        try:
+            for index in range(sampling.max_tokens):
+                await self.may_go_on.wait()
+                if request_id in self.aborted:
+                    yield Generated(token_ids=[], finish_reason="abort")
+                    return
+                is_last = index == sampling.max_tokens - 1
+                entries = [[Logprob(token_id=index, logprob=-1.0, rank=1)]] if sampling.logprobs is not None else []
+                reason = self.reason if is_last else None
+                yield Generated(token_ids=[index], text=f"{index} ", logprobs=entries, finish_reason=reason)
+        finally:
+            self.num_requests -= 1
+            self.closed += 1
+
+    async def abort(self, request_id: str) -> None:
+        """End a request at its next token."""
+        self.aborted.add(request_id)
+        self.may_go_on.set()
+
+    async def traffic(self) -> dict[str, int]:
+        """Return made-up bytes."""
+        return {"admitted_bytes": 1, "missed_bytes": 2, "handover_bytes": 3}
 
 
 @dataclass(kw_only=True)

@@ -48,7 +48,9 @@ class Gate:
                 self._check_room()
             except OasisError as error:
                 name, code = type(error).__name__, STATUS.get(type(error), 500)
-                body = {"error": {"message": str(error), "type": name, "param": None, "code": code}}
+                body: dict[str, Any] = {"error": str(error), "type": name}  # as the Open Inference Protocol has it
+                if not scope["path"].startswith("/v2/"):
+                    body = {"error": {"message": str(error), "type": name, "param": None, "code": code}}
                 await JSONResponse(body, code, {"Retry-After": "1"})(scope, receive, send)
                 return
         await self._app(scope, receive, send)

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from oasiskv.core.errors import ConfigError, OasisError
@@ -15,9 +16,14 @@ from oasiskv.engine.vllm.http import http_server
 from oasiskv.engine.vllm.served import ServedEngine
 from oasiskv.engine.vllm.settings import sparse_layout
 from oasiskv.protos.decode.v1 import decode_pb2_grpc
+from oasiskv.protos.inference.v2 import inference_pb2_grpc
 from oasiskv.services.clients.link import StagingLink
 from oasiskv.services.clients.session import SessionConfig
 from oasiskv.services.decode.metrics import DecodeCollector
+from oasiskv.services.decode.oip import Oip
+from oasiskv.services.decode.oip_grpc import SERVICE_NAME as OIP_SERVICE_NAME
+from oasiskv.services.decode.oip_grpc import OipServicer
+from oasiskv.services.decode.oip_rest import router as router_of
 from oasiskv.services.decode.router import Router
 from oasiskv.services.decode.service import DecodeService
 from oasiskv.services.decode.servicer import SERVICE_NAME, DecodeServicer
@@ -78,17 +84,37 @@ async def run(config: DecodeConfig) -> None:
             metrics=front.metrics,
         )
         resources.push_async_callback(server.stop, grace_s=1.0)
-        await server.set_serving(False)
+        oip = Oip(service, config.model_name or config.engine.model, config.max_call_s)
+        servers, where = [server], ""
+        if config.oip_address:
+            plain = replace(listen, address=config.oip_address, tls=None)
+            servers.append(await _serve_oip(plain, oip, front))
+            resources.push_async_callback(servers[1].stop, grace_s=1.0)
+            where = f", OIP on port {servers[1].port}"
+        for each in servers:
+            await each.set_serving(False)
         http = http_server(
             engine,
             config.http_address,
             service.check_room,
             model_name=config.model_name,
             arguments=config.http_arguments,
+            routers=(router_of(oip),),
         )
         http_port = await resources.enter_async_context(http)
-        print(f"oasiskv decode listens on port {server.port}, HTTP on port {http_port}{front.where}", flush=True)
-        await serve(service, server, received, config.drain_s)
+        print(f"oasiskv decode listens on port {server.port}, HTTP on port {http_port}{where}{front.where}", flush=True)
+        await serve(service, servers, received, config.drain_s)
+
+
+async def _serve_oip(listen: ServerConfig, oip: Oip, front: Front) -> RpcServer:
+    """Answer the Open Inference Protocol over gRPC."""
+    servicer = OipServicer(oip)
+    return await RpcServer.start(
+        listen,
+        lambda it: inference_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(servicer, it),
+        (OIP_SERVICE_NAME,),
+        metrics=front.metrics,
+    )
 
 
 def main() -> int:

@@ -62,7 +62,7 @@ async def run(config: PrefillConfig) -> None:
         resources.push_async_callback(server.stop, grace_s=1.0)
         await server.set_serving(False)
         print(f"oasiskv prefill listens on port {server.port}{front.where}", flush=True)
-        await serve(service, server, received, config.drain_s)
+        await serve(service, (server,), received, config.drain_s)
 
 
 def main() -> int:
