@@ -85,7 +85,7 @@ class Cluster:
         return [process for process in self._processes if process.role == "decode"]
 
     def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> None:
-        """Wait until every decode service says that KV comes through.
+        """Wait until all listen, and every decode service says that KV comes through.
 
         Raises:
             EngineFailedError: one ended before.
@@ -96,8 +96,9 @@ class Cluster:
         while waiting:
             self.check()
             still = []
+            are_listening = all(server.is_listening for server in self._servers.values())
             for process in waiting:
-                reasons = unready(process.metrics_port) if self._servers[process.name].is_listening else [""]
+                reasons = unready(process.metrics_port) if are_listening else [""]
                 if reasons:
                     still.append(process)
                 if reasons and reasons[0] and reasons[0] != waited_for:
