@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+import torch
 
 from oasiskv.cli.main import main
 from oasiskv.core.errors import (
@@ -329,6 +330,10 @@ def test_the_tier_is_measured_by_the_paths_that_are_asked_for(
 ) -> None:
     assert main(["bench", "staging", "--paths", "UCX fog", "--out", str(tmp_path)]) == 2
     assert "error: paths: expected one of mapped, UCX shared memory" in capsys.readouterr().err
+    if not torch.cuda.is_available():
+        for memory in ("pinned", "gpu"):
+            assert main(["bench", "staging", "--memory", memory, "--out", str(tmp_path)]) == 2
+            assert f"error: memory: expected a CUDA device for {memory}" in capsys.readouterr().err
     arguments = ["--pool-bytes", str(2**24), "--repeats", "1", "--block-sizes", "16", "--out", str(tmp_path)]
     assert main(["bench", "staging", *arguments, "--paths", "UCX TCP", "SSD"]) == 0
     (path,) = tmp_path.iterdir()

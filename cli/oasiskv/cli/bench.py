@@ -28,6 +28,12 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     staging.add_argument("--pool-bytes", type=int, default=2**27, metavar="N", help="size of the pool (128 MiB)")
     staging.add_argument("--repeats", type=int, default=9, metavar="N", help="copies of each kind (9)")
     staging.add_argument("--block-sizes", nargs="+", type=int, metavar="N", help="in tokens (2 16 128)")
+    staging.add_argument(
+        "--memory",
+        choices=("host", "pinned", "gpu"),
+        default="host",
+        help="where bytes come from and go to; pinned and gpu need a CUDA device (host)",
+    )
     staging.add_argument("--paths", nargs="+", metavar="PATH", help="only these paths, as the table names them")
     sweep.add_arguments(
         suites.add_parser("sweep", help="decode steps of dense vLLM and of OasisKV over contexts and concurrency")
@@ -92,10 +98,12 @@ def _run_staging(args: argparse.Namespace) -> int:
         num_repeats=args.repeats,
         paths=paths,
         block_sizes=args.block_sizes or bench.BLOCK_SIZES,
+        memory=args.memory,
     )
     num_cpus = len(os.sched_getaffinity(0))
     about: Row = {
         "command": f"oasiskv bench staging --pool-bytes {args.pool_bytes} --repeats {args.repeats}",
+        "memory": args.memory,
         "cpu": f"{_cpu()}, {num_cpus} cores",
         "load": os.getloadavg()[0],
         "kernel": platform.release(),

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from oasiskv.core.errors import UnsupportedError
 from oasiskv.core.fingerprint import Fingerprint
 from oasiskv.protos.staging.v1 import staging_pb2 as pb
 from oasiskv.services import nixl
@@ -37,6 +38,7 @@ PATHS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 SSD = "SSD"
 ALL_PATHS = (*PATHS, SSD)
 NUM_LEASES = 1000
+MEMORIES = ("host", "pinned", "gpu")
 
 
 def run(
@@ -46,6 +48,7 @@ def run(
     num_repeats: int,
     paths: Sequence[str] = ALL_PATHS,
     block_sizes: Sequence[int] = BLOCK_SIZES,
+    memory: str = "host",
 ) -> None:
     """Measure everything, and hand each result on as soon as it is there.
 
@@ -55,7 +58,14 @@ def run(
         num_repeats: Copies of each kind; ours and the plain ones take turns, and the medians count. Hundreds of calls.
         paths: Some of `ALL_PATHS`.
         block_sizes: In tokens.
+        memory: Where bytes come from and go to, one of `MEMORIES`: `pinned` is host memory that a GPU reads and writes
+            directly, `gpu` goes on to the GPU, or begins there, through pinned memory. For the SSD it is always the
+            service's own.
+
+    Raises:
+        UnsupportedError: Memory of a GPU is asked for, and there is none.
     """
+    buffers = _Buffers(memory)
     for block_size in block_sizes:
         shape = Fingerprint(
             model_hash="bench",
@@ -69,32 +79,76 @@ def run(
             if path == SSD:
                 _run_disk(emit, shape, pool_bytes // shape.block_bytes, num_repeats)
             else:
-                _run_path(emit, path, shape, pool_bytes // shape.block_bytes, num_repeats)
+                _run_path(emit, path, shape, pool_bytes // shape.block_bytes, num_repeats, buffers)
     _run_calls(emit, 100 * num_repeats)
 
 
-def _run_path(emit: Callable[[Row], None], path: str, shape: Fingerprint, num_blocks: int, num_repeats: int) -> None:
+class _Buffers:
+    """Makes buffers of a kind of memory, and moves them on to a GPU or from it."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._tensors: dict[int, tuple[Any, Any]] = {}
+        if kind != "host":
+            import torch
+
+            if not torch.cuda.is_available():
+                raise UnsupportedError(f"memory: expected a CUDA device for {kind}, got torch {torch.__version__}")
+            self._torch = torch
+
+    def new(self, data: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """Return a buffer with the same bytes."""
+        if self.kind == "host":
+            return data
+        pinned = self._torch.from_numpy(data).pin_memory()
+        buffer: NDArray[np.uint8] = pinned.numpy()
+        self._tensors[buffer.ctypes.data] = (pinned, pinned.to("cuda"))
+        return buffer
+
+    def move(self, buffer: NDArray[np.uint8], op: str) -> float:
+        """Move a buffer on after a read, or to it before a write, and return the seconds; for `gpu` alone."""
+        if self.kind != "gpu":
+            return 0.0
+        started_s = time.perf_counter()
+        pinned, device = self._tensors[buffer.ctypes.data]
+        target, source = (device, pinned) if op == "read" else (pinned, device)
+        target.copy_(source, non_blocking=True)
+        self._torch.cuda.synchronize()
+        return time.perf_counter() - started_s
+
+
+def _run_path(
+    emit: Callable[[Row], None],
+    path: str,
+    shape: Fingerprint,
+    num_blocks: int,
+    num_repeats: int,
+    buffers: _Buffers,
+) -> None:
     staging, session = PATHS[path]
     with TemporaryDirectory() as folder, StagingProcess(Path(folder), shape, num_blocks, staging=staging) as server:
         config = SessionConfig(
             address=server.address, fingerprint=shape, name="bench", may_write=True, timeout_s=60.0, **session
         )
         with StagingSession(config) as peer:
-            bench = _Bench(peer, shape, num_blocks, num_repeats)
+            bench = _Bench(peer, shape, num_blocks, num_repeats, buffers)
             for row in bench.rows():
-                emit({"path": path, "part_KiB": shape.part_bytes // 1024, **row})
+                emit({"path": path, "memory": buffers.kind, "part_KiB": shape.part_bytes // 1024, **row})
 
 
 class _Bench:
     """One session, and copies of the same bytes by it and without it."""
 
-    def __init__(self, peer: StagingSession, shape: Fingerprint, num_blocks: int, num_repeats: int) -> None:
+    def __init__(
+        self, peer: StagingSession, shape: Fingerprint, num_blocks: int, num_repeats: int, buffers: _Buffers
+    ) -> None:
         self._peer = peer
+        self._buffers = buffers
         self._num_repeats = num_repeats
         rng = np.random.default_rng(0)
         self._order = rng.permutation(num_blocks)
-        self._whole = rng.integers(0, 256, (num_blocks, NUM_LAYERS, shape.part_bytes), np.uint8)
-        self._layer = rng.integers(0, 256, (num_blocks, 1, shape.part_bytes), np.uint8)
+        self._whole = buffers.new(rng.integers(0, 256, (num_blocks, NUM_LAYERS, shape.part_bytes), np.uint8))
+        self._layer = buffers.new(rng.integers(0, 256, (num_blocks, 1, shape.part_bytes), np.uint8))
         for buffer in (self._whole, self._layer):
             peer.register(buffer)
         self._lease = peer.allocate(num_blocks).result()
@@ -132,10 +186,13 @@ class _Bench:
     ) -> Row:
         ours, plain = [], []
         for _ in range(self._num_repeats + 1):  # the first one touches memory and connects
-            plain.append(self._plain(op, blocks, first_part, pieces))
+            plain_s = self._plain(op, blocks, first_part, pieces)
+            plain.append(plain_s and plain_s + self._buffers.move(pieces, op))
+            moved_s = self._buffers.move(pieces, op) if op == "write" else 0.0
             started_s = time.perf_counter()
             copy(self._lease, blocks, first_part, pieces).result()
-            ours.append(time.perf_counter() - started_s)
+            copied_s = time.perf_counter() - started_s
+            ours.append(copied_s + (self._buffers.move(pieces, op) if op == "read" else moved_s))
         ours_s = statistics.median(ours[1:])
         num_pieces = len(blocks) if what == "one layer" else len(blocks) * NUM_LAYERS
         row: Row = {
@@ -146,9 +203,9 @@ class _Bench:
         }
         if plain[0] is not None:
             pairs = [(one, other) for one, other in zip(plain[1:], ours[1:], strict=True) if one is not None]
-            plain_s = statistics.median(one for one, _ in pairs)
+            median_s = statistics.median(one for one, _ in pairs)
             row |= {
-                "plain_gb_per_s": _rounded(pieces.nbytes / plain_s / 1e9),
+                "plain_gb_per_s": _rounded(pieces.nbytes / median_s / 1e9),
                 # Of pairs that follow one another, so that what else the host does falls on both.
                 "share": _rounded(statistics.median(one / other for one, other in pairs)),
                 # Of the fastest of each: what is left when the host does nothing else for a moment.
