@@ -4,18 +4,24 @@ import asyncio
 import json
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import promql_parser
 import pytest
 import yaml
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 from oasiskv.core.fingerprint import Fingerprint
 from oasiskv.core.lease_limits import LeaseConfig
+from oasiskv.operator import process
+from oasiskv.operator.metrics import Metrics
+from oasiskv.services.decode.metrics import DecodeCollector
+from oasiskv.services.prefill.metrics import PrefillCollector
 from oasiskv.services.rpc.metrics import ServerMetrics
 from oasiskv.services.staging.directory import DirectoryConfig
 from oasiskv.services.staging.disk_file import ALIGNMENT, DiskConfig, DiskFile, slot_bytes
@@ -66,21 +72,54 @@ def of_staging(folder: Path) -> dict[str, set[str]]:
     directory = DirectoryConfig(url="redis://127.0.0.1:1", address="here:1")
     config = StagingConfig(fingerprint=SHAPE, leases=LIMITS, is_strict=True, directory=directory, disk=disk)
 
-    async def collected() -> list[Metric]:
-        memory, file = StagingMemory(SHAPE, LIMITS.num_blocks), DiskFile.open(disk, SHAPE)
-        try:
-            collector = StagingCollector(StagingService(config, memory, disk_file=file), "tcp")
-            return await asyncio.to_thread(lambda: list(collector.collect()))
-        finally:
-            file.close()
-            memory.close()
+    memory = StagingMemory(SHAPE, LIMITS.num_blocks)
+    file = DiskFile.open(disk, SHAPE)
+    try:
+        return collected(lambda: StagingCollector(StagingService(config, memory, disk_file=file), "tcp"))
+    finally:
+        file.close()
+        memory.close()
 
-    return labels_by_name(asyncio.run(collected()))
+
+def of_prefill() -> dict[str, set[str]]:
+    counts = SimpleNamespace(outcomes={}, num_prompt_tokens=0)
+    service = SimpleNamespace(is_ready=True, is_draining=False, num_requests=0, num_waiting_tokens=0, counts=counts)
+    config = SimpleNamespace(revision="", fingerprint=SHAPE)
+    return collected(lambda: PrefillCollector(cast("Any", config), cast("Any", service)))
+
+
+def of_decode() -> dict[str, set[str]]:
+    service = SimpleNamespace(is_ready=True, is_draining=False, num_requests=0)
+    peers = SimpleNamespace(all=[], checks={"ok": 1})
+    router = SimpleNamespace(peers=peers, num_leases=0, outcomes={}, errors={"InternalError": 1})
+    config = SimpleNamespace(revision="", fingerprint=SHAPE)
+    return collected(lambda: DecodeCollector(cast("Any", config), cast("Any", service), cast("Any", router)))
+
+
+def collected(make: Callable[[], Collector]) -> dict[str, set[str]]:
+    async def read() -> list[Metric]:
+        collector = make()
+        return await asyncio.to_thread(lambda: list(collector.collect()))
+
+    return labels_by_name(asyncio.run(read()))
+
+
+def of_operator() -> dict[str, set[str]]:
+    metrics = Metrics()
+    metrics.answered("get", 200)
+    metrics.writes.labels("apply", "Deployment").inc()
+    metrics.reconcile_s.labels("done").observe(1)
+    metrics.says(("llm", "chat"), [cast("Any", SimpleNamespace(type="Ready", status="True"))])
+    # What is asked of watches is there once a process runs.
+    asked = re.findall(r'show\(\s*"(\w+)"', Path(process.__file__).read_text())
+    assert asked
+    return {name: {"kind"} for name in asked} | labels_by_name(metrics.registry.collect())
 
 
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, set[str]]:
-    return of_engines() | of_calls() | of_staging(tmp_path_factory.mktemp("disk"))
+    staging = of_staging(tmp_path_factory.mktemp("disk"))
+    return of_engines() | of_calls() | staging | of_prefill() | of_decode() | of_operator()
 
 
 def expressions(of: Any) -> Iterator[str]:
