@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from oasiskv.core.errors import OasisError
 from oasiskv.operator import logs
-from oasiskv.operator.process import RESYNC_S, Options, Process
+from oasiskv.operator.process import KINDS_S, RESYNC_S, Options, Process
 
 
 def options(arguments: Sequence[str] | None = None) -> tuple[Options, str]:
@@ -30,6 +30,7 @@ def options(arguments: Sequence[str] | None = None) -> tuple[Options, str]:
         health_address=said.health_address,
         metrics_address=said.metrics_address,
         resync_s=said.resync_seconds,
+        kinds_s=min(KINDS_S, said.resync_seconds),
     )
     return made, said.log_level
 

@@ -1,6 +1,7 @@
 """A real API server with etcd for tests, run from a folder of binaries as controller-runtime's envtest has it."""
 
 import json
+import os
 import secrets
 import socket
 import subprocess
@@ -59,6 +60,7 @@ class ApiServer:
             authorization_mode="RBAC",
             service_cluster_ip_range="10.0.0.0/16",
             endpoint_reconciler_type="none",
+            **self._more_flags(),
         )
         config = {
             "apiVersion": "v1",
@@ -102,11 +104,16 @@ class ApiServer:
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    def _run(self, name: str, **flags: object) -> None:
+    def _more_flags(self) -> Mapping[str, object]:
+        """Return further flags of the API server."""
+        return {}
+
+    def _run(self, name: str, environment: Mapping[str, str] | None = None, /, **flags: object) -> None:
         command = [str(self._binaries / name)]
         command += [f"--{flag.replace('_', '-')}={value}" for flag, value in flags.items()]
         with (self._folder / f"{name}.log").open("wb") as log:
-            self._processes.append(subprocess.Popen(command, stdout=log, stderr=log))
+            env = {**os.environ, **(environment or {})}
+            self._processes.append(subprocess.Popen(command, stdout=log, stderr=log, env=env))
 
 
 def _free_port() -> int:

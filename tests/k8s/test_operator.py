@@ -1,0 +1,229 @@
+"""The operator as a process under the chart's role, over real controllers and the real KServe."""
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from oasiskv.operator.testing import PRODUCT
+from oasiskv.operator.testing_cluster import ControlPlane
+from oasiskv.operator.testing_operator import (
+    OWNED,
+    OperatorProcess,
+    chart_role,
+    condition,
+    forbidden,
+    is_settled,
+    sample,
+    versions,
+    wait_for,
+)
+
+pytestmark = pytest.mark.timeout(240)
+
+Start = Callable[..., OperatorProcess]
+PROMETHEUS = {"address": "http://prometheus:9090", "query": "up", "threshold": 2}
+
+
+@pytest.fixture(scope="module")
+def account(plane: ControlPlane, helm: str) -> Path:
+    return chart_role(plane, helm, "system")
+
+
+@pytest.fixture(autouse=True)
+def nothing_forbidden(plane: ControlPlane) -> Iterator[None]:
+    before = len(forbidden(plane))
+    yield
+    assert forbidden(plane)[before:] == []
+
+
+@pytest.fixture
+def namespace(plane: ControlPlane, request: pytest.FixtureRequest) -> Iterator[str]:
+    """Return a namespace of the test's own, in which only pods of the restricted level may run."""
+    name = f"t{abs(hash(request.node.name)) % 10**8}"
+    plane.check("create", "namespace", name)
+    plane.check("label", "namespace", name, "pod-security.kubernetes.io/enforce=restricted")
+    yield name
+    plane.check("delete", "oks", "--all", "-n", name, "--wait=false")
+
+
+def settle(plane: ControlPlane, namespace: str, name: str = "chat") -> None:
+    wait_for(lambda: is_settled(plane, namespace, name), f"{name} to settle", 90)
+
+
+def turns(operator: OperatorProcess) -> float:
+    return operator.metric("oasiskv_operator_reconcile_seconds_count")
+
+
+def quiet(operator: OperatorProcess) -> float:
+    """Return the number of writes when there have been none for a second."""
+    last, since_s = operator.metric("oasiskv_operator_writes_total"), time.monotonic()
+    while time.monotonic() < since_s + 1:
+        time.sleep(0.1)
+        if (now := operator.metric("oasiskv_operator_writes_total")) != last:
+            last, since_s = now, time.monotonic()
+    return last
+
+
+def test_from_nothing_to_pods_on_the_right_hosts_and_back(
+    plane: ControlPlane, account: Path, namespace: str, start: Start
+) -> None:
+    operator = start(account, "--read-nodes")
+    plane.put([sample("chat", namespace)])
+    settle(plane, namespace)
+    inference = plane.get("inferenceservices", "chat", "-n", namespace)
+    found = {each["type"]: each["status"] for each in inference["status"]["conditions"]}
+    assert (found["PredictorReady"], found["Ready"]) == ("True", "True")
+    pods = plane.get("pods", "-n", namespace)["items"]
+    roles = sorted(pod["metadata"]["labels"]["oasiskv.io/role"] for pod in pods)
+    assert roles == ["decode", "decode", "prefill", "staging"]
+    nodes = {node["metadata"]["name"]: node for node in plane.get("nodes")["items"]}
+    places = {nodes[pod["spec"]["nodeName"]]["metadata"]["labels"]["nvidia.com/gpu.product"] for pod in pods}
+    assert places == {PRODUCT}
+    status = plane.get("oks", "chat", "-n", namespace)["status"]
+    assert status["placement"] == {"fittingPods": 3, "matchingNodes": 99, "wantedPods": 3}
+    assert status["url"] == f"http://chat-{namespace}.example.com"
+    # Every pod is ready, and still nobody may say that the service is: no block has crossed.
+    ready = condition(plane, namespace, "chat", "Ready")
+    assert (ready["status"], ready["reason"]) == ("False", "KVPathUnverified")
+
+    num_writes, before, num_turns = quiet(operator), versions(plane, namespace), turns(operator)
+    plane.check("annotate", "oks", "chat", "-n", namespace, "somebody/looked=1")
+    wait_for(lambda: turns(operator) > num_turns, "a turn")
+    assert (quiet(operator), versions(plane, namespace)) == (num_writes, before)
+
+    # Nothing needs the operator to be deleted.
+    operator.stop()
+    plane.check("delete", "oks", "chat", "-n", namespace, "--wait=true", "--timeout=30s")
+    wait_for(lambda: not plane.get(f"{OWNED},pods", "-n", namespace, "-l", "oasiskv.io/service")["items"], "nothing")
+
+
+def test_a_restart_writes_nothing_and_ends_no_pod(
+    plane: ControlPlane, account: Path, namespace: str, start: Start
+) -> None:
+    operator = start(account, "--read-nodes")
+    plane.put([sample("chat", namespace)])
+    settle(plane, namespace)
+    quiet(operator)
+    before = versions(plane, namespace, f"{OWNED},pods")
+    assert operator.stop() == 0
+    operator = start(account, "--read-nodes")
+    wait_for(lambda: turns(operator) >= 1, "a turn")
+    assert quiet(operator) == 0
+    assert versions(plane, namespace, f"{OWNED},pods") == before
+
+
+def test_the_second_operator_waits_says_so_and_goes_on_at_once(
+    plane: ControlPlane, account: Path, namespace: str, start: Start
+) -> None:
+    first = start(account, "--read-nodes")
+    second = start(account, "--read-nodes", wait=False)
+    wait_for(lambda: "operator-0" in second.get("/readyz")[1], "the second to say whom it waits for")
+    assert second.get("/readyz") == (503, "waits for the lease, which operator-0 holds\n")
+    assert second.get("/healthz") == (200, "ok\n")
+    plane.put([sample("chat", namespace)])
+    settle(plane, namespace)
+    assert (first.metric("oasiskv_operator_is_leader"), second.metric("oasiskv_operator_is_leader")) == (1, 0)
+    assert second.metric("oasiskv_operator_writes_total") == 0
+    assert first.stop() == 0
+    second.wait_ready()
+    plane.check("patch", "oks", "chat", "-n", namespace, "--type=merge", "-p", '{"prefill":{}, "spec":{"image":"b:2"}}')
+    wait_for(lambda: second.metric("oasiskv_operator_writes_total") > 0, "the second to write")
+
+
+def test_an_operator_of_one_namespace_touches_no_other(plane: ControlPlane, helm: str, start: Start) -> None:
+    for name in ("mine", "theirs"):
+        plane.check("create", "namespace", name)
+    account = chart_role(plane, helm, "small", "operator.watchNamespaces={mine}")
+    num_calls = len(list(plane.calls()))
+    operator = start(account, "--namespace=mine", namespace="small")
+    plane.put([sample("chat", "mine"), sample("chat", "theirs")])
+    settle(plane, "mine")
+    quiet(operator)
+    assert versions(plane, "theirs") == {}
+    assert "status" not in plane.get("oks", "chat", "-n", "theirs")
+    feasible = condition(plane, "mine", "chat", "PlacementFeasible")
+    assert (feasible["status"], feasible["reason"]) == ("Unknown", "NodesNotVisible")
+    asked = {
+        call["requestURI"].split("?")[0]
+        for call in list(plane.calls())[num_calls:]
+        if call["user"]["username"].startswith("system:serviceaccount:small:")
+    }
+    assert [
+        uri
+        for uri in asked
+        if "/namespaces/" in uri and uri.split("/namespaces/")[1].split("/")[0] not in ("mine", "small")
+    ] == []
+    for name in ("mine", "theirs"):
+        plane.check("delete", "oks", "chat", "-n", name)
+
+
+def test_kinds_that_are_installed_later_are_used_without_a_restart_and_each_number_has_one_owner(
+    plane: ControlPlane, account: Path, namespace: str, start: Start
+) -> None:
+    operator = start(account, "--read-nodes", "--resync-seconds=2")
+    scaling = {"maxReplicas": 3, "prometheus": PROMETHEUS}
+    plane.put([sample("chat", namespace, prefill={"scaling": scaling})])
+    settle(plane, namespace)
+    assert condition(plane, namespace, "chat", "ScalingActive")["reason"] == "KedaMissing"
+    for kind in ("PodMonitor", "ScaledObject"):
+        plane.define_optional(kind)
+    wait_for(lambda: plane.get("scaledobjects,podmonitors", "-n", namespace)["items"].__len__() == 2, "both kinds")
+    settle(plane, namespace)
+    assert condition(plane, namespace, "chat", "ScalingActive")["reason"] == "Keda"
+    # KEDA's number is left alone, and is the operator's again when KEDA is not wanted any more.
+    name = f"chat-prefill-{plane.get('oks', 'chat', '-n', namespace)['status']['kvGeneration']}"
+    plane.check("scale", "deployment", name, "-n", namespace, "--replicas=3")
+    wait_for(lambda: plane.get("oks", "chat", "-n", namespace)["status"]["roles"]["prefill"]["ready"] == 3, "3 pods")
+    quiet(operator)
+    assert plane.get("deployment", name, "-n", namespace)["spec"]["replicas"] == 3
+    plane.check(
+        "patch",
+        "oks",
+        "chat",
+        "-n",
+        namespace,
+        "--type=json",
+        "-p",
+        '[{"op":"replace","path":"/spec/prefill","value":{"replicas":2}}]',
+    )
+    operator.stop()  # in the middle, as it may be
+    start(account, "--read-nodes", "--resync-seconds=2")
+    wait_for(lambda: plane.get("scaledobjects", "-n", namespace)["items"] == [], "no scaler")
+    wait_for(lambda: plane.get("deployment", name, "-n", namespace)["status"].get("readyReplicas") == 2, "2 pods")
+
+
+def test_what_the_api_server_refuses_is_in_the_status_until_it_is_allowed(
+    plane: ControlPlane, account: Path, namespace: str, start: Start
+) -> None:
+    start(account, "--read-nodes")
+    quota: dict[str, Any] = {
+        "apiVersion": "v1",
+        "kind": "ResourceQuota",
+        "metadata": {"name": "none", "namespace": namespace},
+    }
+    plane.put([{**quota, "spec": {"hard": {"count/statefulsets.apps": "0"}}}])
+    wait_for(lambda: "used" in plane.get("resourcequota", "none", "-n", namespace).get("status", {}), "the quota")
+    plane.put([sample("chat", namespace)])
+    wait_for(lambda: condition(plane, namespace, "chat", "Applied").get("status") == "False", "the refusal")
+    assert "exceeded quota: none" in condition(plane, namespace, "chat", "Applied")["message"]
+    plane.check("delete", "resourcequota", "none", "-n", namespace)
+    settle(plane, namespace)
+    assert condition(plane, namespace, "chat", "Applied")["status"] == "True"
+
+
+def test_pods_that_have_no_room_are_said_in_numbers_and_start_when_there_is(
+    plane: ControlPlane, account: Path, namespace: str, start: Start
+) -> None:
+    start(account, "--read-nodes")
+    placement = {"nodeSelector": {"pool": "new"}, "tolerations": [{"key": "nvidia.com/gpu"}]}
+    plane.put([sample("chat", namespace, placement=placement)])
+    wait_for(lambda: condition(plane, namespace, "chat", "PlacementFeasible").get("status") == "False", "the blocker")
+    message = condition(plane, namespace, "chat", "PlacementFeasible")["message"]
+    assert message == "pool: expected new on a node, got 0 of 100 nodes"
+    plane.add_nodes(1, "new", pool="new")
+    wait_for(lambda: condition(plane, namespace, "chat", "PlacementFeasible").get("status") == "True", "room")
+    settle(plane, namespace)
+    plane.check("delete", "node", "new-0")

@@ -1,0 +1,198 @@
+"""What goes on serving while specs change, operators die and changes are taken back."""
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from oasiskv.operator.api_status import ServiceStatus
+from oasiskv.operator.client import Client, login
+from oasiskv.operator.kinds import read
+from oasiskv.operator.metrics import Metrics
+from oasiskv.operator.shell import Shell
+from oasiskv.operator.store import Store
+from oasiskv.operator.testing_cluster import ControlPlane
+from oasiskv.operator.testing_operator import OWNED, OperatorProcess, is_settled, sample, wait_for
+
+pytestmark = pytest.mark.timeout(240)
+
+Start = Callable[..., OperatorProcess]
+Key = tuple[str, str]
+
+
+@pytest.fixture
+def namespace(plane: ControlPlane, request: pytest.FixtureRequest) -> Iterator[str]:
+    name = f"r{abs(hash(request.node.name)) % 10**8}"
+    plane.check("create", "namespace", name)
+    yield name
+    plane.check("delete", "oks", "--all", "-n", name, "--wait=false")
+
+
+def patch(plane: ControlPlane, namespace: str, name: str, spec: dict[str, Any]) -> None:
+    plane.check("patch", "oks", name, "-n", namespace, "--type=merge", "-p", json.dumps({"spec": spec}))
+
+
+def pods(plane: ControlPlane, namespace: str, role: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = plane.get("pods", "-n", namespace, "-l", f"oasiskv.io/role={role}")["items"]
+    return found
+
+
+def num_ready(of: list[dict[str, Any]]) -> int:
+    return sum(
+        any(
+            each["type"] == "Ready" and each["status"] == "True" for each in pod.get("status", {}).get("conditions", ())
+        )
+        and "deletionTimestamp" not in pod["metadata"]
+        for pod in of
+    )
+
+
+def specs(plane: ControlPlane, namespace: str, name: str) -> dict[str, Any]:
+    """Return what was made of a service, but for its name."""
+    items = plane.get(OWNED, "-n", namespace, "-l", f"oasiskv.io/service={name}")["items"]
+    made = {}
+    for each in items:
+        if any(owner["kind"] == "OasisKVService" for owner in each["metadata"].get("ownerReferences", ())):
+            what = each.get("spec") or each["data"]
+            what.pop("clusterIP", None), what.pop("clusterIPs", None)
+            text = json.dumps(what, sort_keys=True).replace(f"{name}-", "NAME-").replace(f'"{name}"', '"NAME"')
+            made[f"{each['kind']} {each['metadata']['name'].replace(name, 'NAME')}"] = text
+    # The names of ConfigMaps hold a hash of their text, which holds the service's name.
+    return {
+        key.rpartition("-")[0] if key.startswith("ConfigMap") else key: _without_hashes(text)
+        for key, text in made.items()
+    }
+
+
+def _without_hashes(text: str) -> str:
+    for role in ("prefill", "decode", "staging"):
+        head, *rest = text.split(f'"NAME-{role}-')
+        text = f'"NAME-{role}-'.join([head, *(each[8:] for each in rest)])
+    return text
+
+
+def test_quick_edits_never_take_more_than_the_budget(
+    plane: ControlPlane, cluster_admin: Path, namespace: str, start: Start
+) -> None:
+    start(cluster_admin, "--read-nodes")
+    roles = {"prefill": {"replicas": 2}, "decode": {"replicas": 2}}
+    plane.put([sample("chat", namespace, **roles)])
+    wait_for(lambda: is_settled(plane, namespace, "chat"), "to settle", 90)
+    chance = random.Random(7)
+    edits: list[dict[str, Any]] = [{"image": f"oasiskv/engine:{number}"} for number in range(6)]
+    edits += [{"engine": {"blockSize": size}} for size in (16, 32, 64)]
+    edits += [{"decode": {"maxRequests": number}} for number in (100, 200)]
+    least = {"prefill": 2, "decode": 2}
+    for number in range(40):
+        if number < 20:
+            patch(plane, namespace, "chat", chance.choice(edits))
+        for role in least:
+            least[role] = min(least[role], num_ready(pods(plane, namespace, role)))
+        time.sleep(0.05)
+    assert least == {"prefill": 2, "decode": 2}  # maxUnavailable is 0
+    wait_for(lambda: is_settled(plane, namespace, "chat"), "to settle", 120)
+    spec = plane.get("oks", "chat", "-n", namespace)["spec"]
+    plane.put([{**sample("fresh", namespace), "spec": spec}])
+    wait_for(lambda: is_settled(plane, namespace, "fresh"), "the fresh one to settle", 90)
+    wait_for(lambda: specs(plane, namespace, "chat") == specs(plane, namespace, "fresh"), "what a fresh service has")
+
+
+def test_a_change_that_is_taken_back_half_way_goes_back_to_the_pods_that_still_live(
+    plane: ControlPlane, cluster_admin: Path, namespace: str, start: Start
+) -> None:
+    start(cluster_admin, "--read-nodes")
+    plane.put([sample("chat", namespace)])
+    wait_for(lambda: is_settled(plane, namespace, "chat"), "to settle", 90)
+
+    def uids() -> set[str]:
+        return {
+            pod["metadata"]["uid"] for role in ("prefill", "decode", "staging") for pod in pods(plane, namespace, role)
+        }
+
+    before, kv = uids(), plane.get("oks", "chat", "-n", namespace)["status"]["kvGeneration"]
+    # No host has the label, so that the new generation comes up as far as its objects and no further.
+    nowhere = {"engine": {"blockSize": 32}, "placement": {"nodeSelector": {"pool": "none"}, "tolerations": None}}
+    patch(plane, namespace, "chat", nowhere)
+
+    def generations() -> set[str]:
+        found = plane.get("deployments", "-n", namespace, "-l", "oasiskv.io/role=prefill")["items"]
+        return {each["metadata"]["labels"]["oasiskv.io/kv-generation"] for each in found}
+
+    wait_for(lambda: len(generations()) == 2, "a second generation")
+    assert before <= uids()
+    placement = {**sample("chat", namespace)["spec"]["placement"], "nodeSelector": None}
+    patch(plane, namespace, "chat", {"engine": {"blockSize": 16}, "placement": placement})
+    wait_for(lambda: generations() == {kv}, "the first generation alone")
+    wait_for(lambda: is_settled(plane, namespace, "chat"), "to settle", 90)
+    wait_for(lambda: uids() == before, "the pods that were there")
+
+
+class Killed(BaseException):
+    """The operator's end."""
+
+
+class Mortal(Client):
+    """A client whose process dies at its first write: before the API server gets it, or before the answer is read."""
+
+    is_late = False
+    has_written = False
+
+    async def _request(self, verb: str, path: str, **arguments: Any) -> dict[str, Any]:
+        if verb == "GET":
+            return await super()._request(verb, path, **arguments)
+        self.has_written = True
+        if self.is_late:
+            await super()._request(verb, path, **arguments)
+        raise Killed
+
+
+async def _live_once(key: Key, is_late: bool) -> bool:
+    """Run an operator until it dies at its first write, or has nothing to write; return whether it died."""
+    client = Mortal()
+    client.is_late = is_late
+    store = Store(client, [key[0]], False, lambda key: None)
+    shell = Shell(client, store, Metrics())
+    store.start()
+    try:
+        await store.look_for_kinds()
+        await shell.turn(key)
+    except Killed:
+        return True
+    finally:
+        await store.stop()
+        await client.close()
+    return False
+
+
+def test_an_operator_that_dies_at_every_write_gets_there_all_the_same(
+    plane: ControlPlane, cluster_admin: Path, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(cluster_admin))
+    key, chance = (namespace, "chat"), random.Random(3)
+
+    def live_until_settled() -> int:
+        deaths, deadline = 0, time.monotonic() + 120
+        while True:
+            has_died = asyncio.run(_live_once(key, is_late=chance.random() < 0.8))
+            deaths += has_died
+            if not has_died and is_settled(plane, *key):
+                return deaths
+            assert time.monotonic() < deadline, plane.check("get", "oks", "chat", "-n", namespace, "-o", "yaml")
+
+    plane.put([sample("chat", namespace)])
+    assert live_until_settled() > 14
+    old = {pod["metadata"]["uid"] for pod in pods(plane, namespace, "decode")}
+    patch(plane, namespace, "chat", {"engine": {"blockSize": 32}, "networkPolicy": "Disabled"})
+    assert live_until_settled() > 14
+    assert old.isdisjoint(pod["metadata"]["uid"] for pod in pods(plane, namespace, "decode"))
+    # What the deaths left behind goes as well.
+    wait_for(
+        lambda: not asyncio.run(_live_once(key, True)) and len(specs(plane, *key)) == 11, "no more than there shall be"
+    )
+    read(ServiceStatus, plane.get("oks", "chat", "-n", namespace)["status"], "status")
+    assert login().server
