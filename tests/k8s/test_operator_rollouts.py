@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from oasiskv.operator.api_status import ServiceStatus
-from oasiskv.operator.client import Client, login
+from oasiskv.operator.asks import Asks
+from oasiskv.operator.client import Client
 from oasiskv.operator.kinds import read
 from oasiskv.operator.metrics import Metrics
 from oasiskv.operator.shell import Shell
@@ -52,14 +53,23 @@ def num_ready(of: list[dict[str, Any]]) -> int:
     )
 
 
+def owned(plane: ControlPlane, namespace: str) -> list[dict[str, Any]]:
+    """Return what services own themselves."""
+    return [
+        each
+        for each in plane.get(OWNED, "-n", namespace, "-l", "oasiskv.io/service")["items"]
+        if any(owner["kind"] == "OasisKVService" for owner in each["metadata"].get("ownerReferences", ()))
+    ]
+
+
 def specs(plane: ControlPlane, namespace: str, name: str) -> dict[str, Any]:
     """Return what was made of a service, but for its name."""
-    items = plane.get(OWNED, "-n", namespace, "-l", f"oasiskv.io/service={name}")["items"]
     made = {}
-    for each in items:
-        if any(owner["kind"] == "OasisKVService" for owner in each["metadata"].get("ownerReferences", ())):
+    for each in owned(plane, namespace):
+        if each["metadata"]["labels"]["oasiskv.io/service"] == name:
             what = each.get("spec") or each["data"]
-            what.pop("clusterIP", None), what.pop("clusterIPs", None)
+            what.pop("clusterIP", None)
+            what.pop("clusterIPs", None)
             text = json.dumps(what, sort_keys=True).replace(f"{name}-", "NAME-").replace(f'"{name}"', '"NAME"')
             made[f"{each['kind']} {each['metadata']['name'].replace(name, 'NAME')}"] = text
     # The names of ConfigMaps hold a hash of their text, which holds the service's name.
@@ -140,12 +150,10 @@ class Mortal(Client):
     """A client whose process dies at its first write: before the API server gets it, or before the answer is read."""
 
     is_late = False
-    has_written = False
 
     async def _request(self, verb: str, path: str, **arguments: Any) -> dict[str, Any]:
         if verb == "GET":
             return await super()._request(verb, path, **arguments)
-        self.has_written = True
         if self.is_late:
             await super()._request(verb, path, **arguments)
         raise Killed
@@ -153,10 +161,10 @@ class Mortal(Client):
 
 async def _live_once(key: Key, is_late: bool) -> bool:
     """Run an operator until it dies at its first write, or has nothing to write; return whether it died."""
-    client = Mortal()
+    client, asks = Mortal(), Asks()
     client.is_late = is_late
     store = Store(client, [key[0]], False, lambda key: None)
-    shell = Shell(client, store, Metrics())
+    shell = Shell(client, store, Metrics(), asks)
     store.start()
     try:
         await store.look_for_kinds()
@@ -165,6 +173,7 @@ async def _live_once(key: Key, is_late: bool) -> bool:
         return True
     finally:
         await store.stop()
+        await asks.close()
         await client.close()
     return False
 
@@ -175,24 +184,25 @@ def test_an_operator_that_dies_at_every_write_gets_there_all_the_same(
     monkeypatch.setenv("KUBECONFIG", str(cluster_admin))
     key, chance = (namespace, "chat"), random.Random(3)
 
-    def live_until_settled() -> int:
-        deaths, deadline = 0, time.monotonic() + 120
+    async def live_until(is_there: Callable[[], bool]) -> int:
+        deaths, deadline = 0, time.monotonic() + 150
         while True:
-            has_died = asyncio.run(_live_once(key, is_late=chance.random() < 0.8))
+            has_died = await _live_once(key, is_late=chance.random() < 0.8)
             deaths += has_died
-            if not has_died and is_settled(plane, *key):
+            if not has_died and is_there():
                 return deaths
             assert time.monotonic() < deadline, plane.check("get", "oks", "chat", "-n", namespace, "-o", "yaml")
 
-    plane.put([sample("chat", namespace)])
-    assert live_until_settled() > 14
-    old = {pod["metadata"]["uid"] for pod in pods(plane, namespace, "decode")}
-    patch(plane, namespace, "chat", {"engine": {"blockSize": 32}, "networkPolicy": "Disabled"})
-    assert live_until_settled() > 14
-    assert old.isdisjoint(pod["metadata"]["uid"] for pod in pods(plane, namespace, "decode"))
-    # What the deaths left behind goes as well.
-    wait_for(
-        lambda: not asyncio.run(_live_once(key, True)) and len(specs(plane, *key)) == 11, "no more than there shall be"
-    )
+    async def main() -> None:
+        plane.put([sample("chat", namespace)])
+        assert await live_until(lambda: is_settled(plane, *key)) > 14
+        old = {pod["metadata"]["uid"] for pod in pods(plane, namespace, "decode")}
+        patch(plane, namespace, "chat", {"engine": {"blockSize": 32}, "networkPolicy": "Disabled"})
+        # What was left behind goes as well: there are three files, two budgets, two services and one of each workload.
+        assert await live_until(lambda: is_settled(plane, *key) and len(owned(plane, namespace)) == 10) > 14
+        assert old.isdisjoint(pod["metadata"]["uid"] for pod in pods(plane, namespace, "decode"))
+        for _ in range(20):
+            await asyncio.sleep(0)  # connections end a little later than they are closed
+
+    asyncio.run(main())
     read(ServiceStatus, plane.get("oks", "chat", "-n", namespace)["status"], "status")
-    assert login().server

@@ -71,7 +71,12 @@ FULL: dict[str, Any] = {
     "networkPolicy": "Disabled",
     "suspend": False,
 }
-SCALED = {**FULL, "prefill": {**ROLE, "scaling": {"minReplicas": 1, "maxReplicas": 3, "prometheus": PROMETHEUS}}}
+SCALING = {"minReplicas": 1, "maxReplicas": 3, "scaleInSeconds": 60}
+SCALED = {
+    **FULL,
+    "prefill": {**ROLE, "scaling": {**SCALING, "queuedTokens": 100, "prometheus": PROMETHEUS}},
+    "decode": {"replicas": 2, "scaling": {**SCALING, "kvShare": 0.5, "stallShare": 0.2}},
+}
 ON_HOST = {
     **FULL,
     "prefill": {"replicas": 2},
@@ -167,8 +172,15 @@ def name(path: tuple[Any, ...]) -> str:
 
 BASES = {"full": FULL, "scaled": SCALED, "on host": ON_HOST, "by profile": BY_PROFILE}
 CASES = {(base, path): value for base, spec in BASES.items() for path, value in leaves(ServiceSpec, spec)}
-ELSEWHERE = {"spec.profile.update"}
-"""Takes effect when the profile changes: tests/unit/k8s/test_reconcile.py."""
+ELSEWHERE = {"spec.profile.update"} | {
+    f"spec.{role}.scaling.{setting}"
+    for role, settings in {
+        "prefill": ("queuedTokens", "scaleInSeconds"),
+        "decode": ("minReplicas", "maxReplicas", "kvShare", "stallShare", "scaleInSeconds"),
+    }.items()
+    for setting in settings
+}
+"""Take effect when the profile or a load changes: tests/unit/k8s/test_reconcile.py and test_scaling.py."""
 
 
 def test_the_cases_are_every_leaf_there_is() -> None:

@@ -130,16 +130,50 @@ class Prometheus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scaling:
-    """The number of prefill pods follows a metric, through KEDA."""
+    """The number of prefill pods follows the prompts that wait."""
 
     min_replicas: Annotated[int, Bounds(1, 1024)] = 1
-    """Fewest pods; also their number where KEDA is not installed."""
+    """Fewest pods."""
 
     max_replicas: Annotated[int, Bounds(1, 1024)]
     """Most pods."""
 
-    prometheus: Prometheus
-    """Where the metric is."""
+    queued_tokens: Annotated[int, Bounds(1, 2**31 - 1)] = 16384
+    """Prompt tokens not computed yet that one pod shall have; the operator asks the pods and counts."""
+
+    scale_in_seconds: Annotated[int, Bounds(0, 86400)] = 300
+    """How long fewer pods must do before one goes."""
+
+    prometheus: Prometheus | None = None
+    """Where KEDA, if it is installed, finds a metric to decide by instead of the operator."""
+
+    RULES: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "self.minReplicas <= self.maxReplicas",
+            "minReplicas: expected at most maxReplicas",
+            lambda scaling: scaling.min_replicas <= scaling.max_replicas,
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeScaling:
+    """The number of decode pods follows the KV that they hold and the time that they wait for it."""
+
+    min_replicas: Annotated[int, Bounds(1, 1024)] = 1
+    """Fewest pods."""
+
+    max_replicas: Annotated[int, Bounds(1, 1024)]
+    """Most pods."""
+
+    kv_share: Annotated[float, Bounds(0.01, 1)] = 0.8
+    """Share of a pod's room for KV, on the GPU or on the host, that shall be in use."""
+
+    stall_share: Annotated[float, Bounds(0.001, 1)] = 0.1
+    """Share of a pod's time that its steps shall wait for KV."""
+
+    scale_in_seconds: Annotated[int, Bounds(0, 86400)] = 300
+    """How long fewer pods must do before one goes."""
 
     RULES: ClassVar[tuple[Rule, ...]] = (
         Rule(
@@ -158,7 +192,7 @@ class Prefill:
     """How many; 1 if neither this nor `scaling` is said."""
 
     scaling: Scaling | None = None
-    """Has KEDA choose instead."""
+    """Has the load decide instead."""
 
     image: Image | None = None
     """Instead of the service's."""
@@ -189,7 +223,10 @@ class Decode:
     """The pods that generate answers; one GPU each. The scale subresource is their `replicas`."""
 
     replicas: Annotated[int, Bounds(1, 1024)] = 1
-    """How many."""
+    """How many; with `scaling`, with how many to begin."""
+
+    scaling: DecodeScaling | None = None
+    """Has the load decide."""
 
     image: Image | None = None
     """Instead of the service's."""

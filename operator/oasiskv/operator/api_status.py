@@ -67,6 +67,31 @@ class RoleStatuses:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Scaled:
+    """How many pods a role has by its load."""
+
+    replicas: int
+    """How many."""
+
+    lower_since: str = ""
+    """Since when fewer would do; empty if they would not."""
+
+    message: str = ""
+    """Why the number was last changed, with numbers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalingStatus:
+    """The roles whose number of pods the operator decides by their load."""
+
+    prefill: Scaled | None = None
+    """None where the spec or KEDA says it."""
+
+    decode: Scaled | None = None
+    """None where the spec says it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Pin:
     """What the service is rendered with, so that no upgrade of the operator changes its pods."""
 
@@ -114,10 +139,13 @@ class ServiceStatus:
     """That decode was last told to serve; differs while the next one comes up."""
 
     verified_revision: str = ""
-    """For which a checksummed block has crossed from prefill through staging to decode."""
+    """Revisions of prefill and of decode between which a checksummed block has crossed, through staging."""
 
     roles: RoleStatuses = field(default_factory=RoleStatuses)
     """Pods by role."""
+
+    scaling: ScalingStatus = field(default_factory=ScalingStatus)
+    """Numbers of pods by load."""
 
     placement: PlacementStatus = field(default_factory=PlacementStatus)
     """Room in the cluster."""

@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from oasiskv.operator.api import ServiceSpec
-from oasiskv.operator.api_status import Condition, RoleStatus, RoleStatuses
-from oasiskv.operator.facts import INFERENCE_SERVICE, SCALED_OBJECT, Facts, Workload
+from oasiskv.operator.api_status import Condition, RoleStatus, RoleStatuses, ScalingStatus
+from oasiskv.operator.facts import INFERENCE_SERVICE, Facts, Workload
 from oasiskv.operator.names import selector, selector_text
 from oasiskv.operator.placement import Room
-from oasiskv.operator.render import Rendered, num_prefills
+from oasiskv.operator.render import Rendered
 
 MUST = (
     "Accepted",
@@ -67,18 +67,36 @@ def findings(
         made.append(_of("DecodeReady", facts.decode))
     if spec.prefill.replicas == 0:
         made.append(Finding("KVPathVerified", True, "NotUsed", "decode computes all prompts itself"))
-    elif rendered.revision in facts.verified:
-        made.append(Finding("KVPathVerified", True, "BlockCrossed"))
+    elif (path := (rendered.revisions["prefill"], rendered.revisions["decode"])) in facts.verified:
+        made.append(Finding("KVPathVerified", True, "BlockCrossed", f"from prefill {path[0]} to decode {path[1]}"))
     else:
-        message = f"no block has crossed from prefill through staging to decode for revision {rendered.revision}"
+        message = f"no block has crossed from prefill {path[0]} through staging to decode {path[1]}"
+        message += f": {facts.unverified}" if facts.unverified else ""
         made.append(Finding("KVPathVerified", False, "KVPathUnverified", message))
     is_open = facts.decode is not None and bool(facts.decode.url) and facts.decode.ready > 0
     made.append(Finding("EndpointReady", is_open, "Routable" if is_open else "NoRoute"))
-    if spec.prefill.scaling is not None:
-        has_keda = SCALED_OBJECT in facts.kinds
-        message = "" if has_keda else f"expected KEDA, got none: prefill stays at {num_prefills(spec)} pods"
-        made.append(Finding("ScalingActive", has_keda, "Keda" if has_keda else "KedaMissing", message))
     return made
+
+
+def scaling_finding(spec: ServiceSpec, scaled: ScalingStatus, roles: frozenset[str], facts: Facts) -> Finding | None:
+    """Return who decides how many pods there are; None if the spec does.
+
+    Args:
+        spec: What is wanted.
+        scaled: What the operator decided.
+        roles: Roles of which it has to know the load.
+        facts: What there is.
+    """
+    if spec.prefill.scaling is None and spec.decode.scaling is None:
+        return None
+    if not roles:
+        return Finding("ScalingActive", not spec.suspend, "Suspended" if spec.suspend else "Keda")
+    silent = sorted(role for role in roles if role in facts.loads and facts.loads[role].num_pods == 0)
+    if silent:
+        message = f"{' and '.join(silent)}: expected pods to say their load, got no answer; their number stays"
+        return Finding("ScalingActive", False, "NoMetrics", message)
+    said = [each.message for each in (scaled.prefill, scaled.decode) if each is not None and each.message]
+    return Finding("ScalingActive", True, "Operator", "; ".join(said))
 
 
 def with_ready(found: Sequence[Finding], is_suspended: bool) -> list[Finding]:

@@ -76,6 +76,28 @@ class Decode(Workload):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What the ready pods of a role say of their load."""
+
+    num_pods: int
+    """That answered."""
+    num_silent: int = 0
+    """That did not."""
+    queued_tokens: float = 0.0
+    """Of prefill: prompt tokens that are not computed yet, of all pods."""
+    kv_share: float = 0.0
+    """Of decode: share of the room for KV that is in use, on GPU or host, whichever is fuller; mean over pods."""
+    stall_share: float = 0.0
+    """Of decode: share of the time in which steps waited for KV; mean over pods."""
+
+    def text(self, role: str) -> str:
+        """Return it for people."""
+        if role == "prefill":
+            return f"{self.queued_tokens:.0f} prompt tokens wait at {self.num_pods} pods"
+        return f"{self.num_pods} pods hold KV in {self.kv_share:.0%} of their room and wait {self.stall_share:.0%}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
     """An OasisKVProfile."""
 
@@ -118,8 +140,14 @@ class Facts:
     refused: str = ""
     """What the API server refused to write, and why; empty if nothing."""
 
-    verified: frozenset[str] = frozenset()
-    """Revisions for which a checksummed block has crossed from prefill through staging to decode."""
+    verified: frozenset[tuple[str, str]] = frozenset()
+    """Revisions of prefill and of decode between which a checksummed block has crossed, through staging."""
+
+    unverified: str = ""
+    """What a decode pod says of why none has crossed; empty if nothing."""
+
+    loads: Mapping[str, Load] = field(default_factory=dict)
+    """By role, as far as they were asked for."""
 
     status: ServiceStatus = field(default_factory=ServiceStatus)
     """What the last reconcile wrote."""

@@ -44,7 +44,7 @@ def spec_hash(spec: ServiceSpec) -> str:
     A field that a later version adds does not change it, since the field then has its default.
     """
     prefill = replace(spec.prefill, replicas=None, scaling=None)
-    decode = replace(spec.decode, replicas=1)
+    decode = replace(spec.decode, replicas=1, scaling=None)
     return digest(differing(replace(spec, prefill=prefill, decode=decode, suspend=False)))
 
 

@@ -96,7 +96,7 @@ def observe(seen: Seen, now: str) -> Facts:
         stagings=by_kind["StatefulSet"],
         decode=None if inference is None else _decode(inference, seen.decode),
         decode_pods=decode_pods,
-        verified=frozenset({status.verified_revision} - {""}),
+        verified=_verified(status),
         status=status,
     )
 
@@ -157,6 +157,11 @@ def _complaint(status: Object) -> str:
         if condition["status"] != ("True" if is_good else "False") and condition.get("message"):
             return str(condition["message"])
     return ""
+
+
+def _verified(status: ServiceStatus) -> frozenset[tuple[str, str]]:
+    prefill, separator, decode = status.verified_revision.partition(" ")
+    return frozenset({(prefill, decode)} if separator else ())
 
 
 def _without(nodes: Sequence[Node], own: Iterable[Pod]) -> tuple[Node, ...]:

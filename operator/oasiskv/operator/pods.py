@@ -16,12 +16,6 @@ STAGING_EXTRA_GIB = 4
 STOP_S = 30
 """Left after a drain for the process to end by itself."""
 UNLIMITED = 2**64 - 1
-HEALTH = {
-    "prefill": "oasiskv.prefill.v1.Prefill",
-    "decode": "oasiskv.decode.v1.Decode",
-    "staging": "oasiskv.staging.v1.Staging",
-}
-"""Name of each service in gRPC's health protocol."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +61,7 @@ def engine_pod(site: Site, role: str, container: str, config_map: str) -> dict[s
     if role == "decode":
         # KServe's Service exposes the first port as 80, the others as they are.
         ports = {"http1": settings.HTTP_PORT, "grpc-decode": settings.DECODE_PORT}
-    health_port = settings.PREFILL_PORT if role == "prefill" else settings.DECODE_PORT
-    made = _container(site, role, container, asked, ports, health_port, spec.drain.pre_stop_seconds)
+    made = _container(site, role, container, asked, ports, spec.drain.pre_stop_seconds)
     made["volumeMounts"] += [{"name": "shm", "mountPath": "/dev/shm"}]
     volumes: list[dict[str, Any]] = [
         {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": spec.resources.shared_memory}}
@@ -108,8 +101,7 @@ def staging_pod(site: Site, config_map: str) -> dict[str, Any]:
     asked = {"cpu": staging.cpu, "memory": memory}
     if site.network.rdma is not None:
         asked[site.network.rdma.resource] = str(site.network.rdma.count)
-    ports = {"grpc": settings.STAGING_PORT, "metrics": settings.METRICS_PORT}
-    made = _container(site, "staging", "staging", asked, ports, settings.STAGING_PORT, 0)
+    made = _container(site, "staging", "staging", asked, {"grpc": settings.STAGING_PORT}, 0)
     volumes: list[dict[str, Any]] = []
     if staging.ssd is not None:
         made["volumeMounts"] += [{"name": "disk", "mountPath": settings.DISK}]
@@ -126,20 +118,21 @@ def _container(
     name: str,
     asked: Mapping[str, str],
     ports: Mapping[str, int],
-    health_port: int,
     pre_stop_s: int,
 ) -> dict[str, Any]:
     own = {"prefill": site.spec.prefill.image, "decode": site.spec.decode.image, "staging": site.spec.staging.image}
+    every = {**ports, "metrics": settings.METRICS_PORT}
     made: dict[str, Any] = {
         "name": name,
         "image": own[role] or site.spec.image,
         "command": ["python", "-m", f"oasiskv.services.{role}", "--config", f"{CONFIG}/oasiskv.toml"],
         "env": _environment(site),
-        "ports": [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in ports.items()],
+        "ports": [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in every.items()],
         "resources": {"requests": dict(asked), "limits": dict(asked)},
-        # No liveness probe: the process ends by itself when its engine does, and is not ready while it loads or drains.
+        # By plain HTTP, since a kubelet shows no certificate. No liveness probe: the process ends by itself when its
+        # engine does, and is not ready while it loads or drains.
         "readinessProbe": {
-            "grpc": {"port": health_port, "service": HEALTH[role]},
+            "httpGet": {"path": "/readyz", "port": "metrics", "scheme": "HTTP"},
             "periodSeconds": 5,
             "timeoutSeconds": 3,
         },

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from oasiskv.operator.asks import Asks
 from oasiskv.operator.client import ApiError, BusyError, Client, pause
 from oasiskv.operator.handlers import Handlers
 from oasiskv.operator.lease import Lease
@@ -68,7 +69,8 @@ class Process:
         self._lease = Lease(self._client, options.lease_namespace, options.lease)
         self._wakes = Wakes(self._turn)
         self._store = Store(self._client, options.namespaces, options.reads_nodes, self._wakes.wake)
-        self._shell = Shell(self._client, self._store, self._metrics, self._may_write)
+        self._asks = Asks()
+        self._shell = Shell(self._client, self._store, self._metrics, self._asks, self._may_write)
         self._web = Web(self._why_dead, self._why_not_ready, self._metrics.registry)
         self._stop = asyncio.Event()
         self._is_synced = self._is_leading = False
@@ -105,6 +107,7 @@ class Process:
             await self._lease.release()
             await self._store.stop()
             await self._web.stop()
+            await self._asks.close()
             await self._client.close()
             log.info("stopped")
 

@@ -7,12 +7,13 @@ from typing import Any
 from oasiskv.core.errors import ConfigError
 from oasiskv.operator.api import Network, Placement, ProfileSpec, ServiceSpec
 from oasiskv.operator.api_status import Pin, ServiceStatus
-from oasiskv.operator.conditions import Finding, conditions, findings, roles, with_ready
+from oasiskv.operator.conditions import Finding, conditions, findings, roles, scaling_finding, with_ready
 from oasiskv.operator.facts import INFERENCE_SERVICE, Facts, Ref
 from oasiskv.operator.kinds import read
 from oasiskv.operator.names import check_names, owner, spec_hash
 from oasiskv.operator.placement import Room, find_room
 from oasiskv.operator.render import RENDER_VERSION, Rendered, num_prefills, render
+from oasiskv.operator.scaling import with_numbers
 
 RENDERERS: Mapping[int, Callable[..., Rendered]] = {RENDER_VERSION: render}
 """By version. An older one stays for as long as a service may be pinned to it."""
@@ -30,6 +31,12 @@ class Outcome:
 
     status: ServiceStatus
     """What to say."""
+
+    unverified: tuple[str, str] | None = None
+    """Revisions of prefill and decode between which a block has yet to cross; None where none needs to."""
+
+    asks: frozenset[str] = frozenset()
+    """Roles whose load has to be known."""
 
 
 def reconcile(service: Mapping[str, Any], facts: Facts) -> Outcome:
@@ -49,12 +56,14 @@ def reconcile(service: Mapping[str, Any], facts: Facts) -> Outcome:
             raise ConfigError(
                 f"status.pinned.renderVersion: expected at most {RENDER_VERSION}, got {pin.render_version}"
             )
+        asked, live = spec, facts.decode.kv_generation if facts.decode is not None else None
+        numbers = with_numbers(asked, facts, facts.prefills.get(live or ""))
+        spec = numbers.spec
         rendered = RENDERERS[pin.render_version](metadata, spec, placement, network, facts.kinds)
     except _NoProfile as error:
         return _refused(metadata, facts, [Finding("Accepted", True, "Valid"), error.finding])
     except ConfigError as error:
         return _refused(metadata, facts, [Finding("Accepted", False, "InvalidSpec", str(error))])
-    live = facts.decode.kv_generation if facts.decode is not None else None
     # A new KV generation comes up beside the one that serves. Until then, decode is left alone.
     is_switched = live in (None, rendered.kv) or _is_up(rendered.kv, facts)
     made = [*rendered.common, *rendered.generation]
@@ -65,19 +74,29 @@ def reconcile(service: Mapping[str, Any], facts: Facts) -> Outcome:
     room = _room(spec, placement, network, facts, others | {rendered.kv})
     found = findings(spec, rendered, facts, room, is_switched and live in (None, rendered.kv))
     found.insert(1, profile_finding)
+    if (scaling := scaling_finding(asked, numbers.status, numbers.roles, facts)) is not None:
+        found.append(scaling)
+    path = rendered.revisions["prefill"], rendered.revisions["decode"]
     status = ServiceStatus(
         observed_generation=generation,
         url=facts.decode.url if facts.decode is not None else "",
         kv_generation=rendered.kv,
         serving_kv_generation=live or "",
-        verified_revision=rendered.revision if rendered.revision in facts.verified else "",
+        verified_revision=" ".join(path) if path in facts.verified else "",
         roles=roles(metadata["name"], facts),
+        scaling=numbers.status,
         placement=room.status if room is not None else facts.status.placement,
         pinned=pin,
         conditions=conditions(with_ready(found, spec.suspend), facts.status.conditions, generation, facts.now),
     )
     owned = [_owned(service, each) for each in made]
-    return Outcome(apply=tuple(owned), delete=_surplus(facts, owned, others), status=status)
+    return Outcome(
+        apply=tuple(owned),
+        delete=_surplus(facts, owned, others),
+        status=status,
+        unverified=None if path in facts.verified or num_prefills(spec) == 0 else path,
+        asks=numbers.roles,
+    )
 
 
 class _NoProfile(Exception):

@@ -7,13 +7,17 @@ from typing import Any
 from oasiskv.core.errors import ConfigError
 from oasiskv.operator import settings
 from oasiskv.operator.api import Network, Placement, Rollout, ServiceSpec
-from oasiskv.operator.facts import INFERENCE_SERVICE, POD_MONITOR, SCALED_OBJECT
+from oasiskv.operator.facts import INFERENCE_SERVICE, POD_MONITOR
 from oasiskv.operator.kinds import quantity
 from oasiskv.operator.names import KV, SERVICE, digest, kv_generation, labels, selector
 from oasiskv.operator.pods import Site, engine_pod, staging_pod
+from oasiskv.operator.scaling import is_kedas
 
 RENDER_VERSION = 1
 """Of the rules in this file and in `pods`. Whoever changes what they make of an old spec adds a version beside them."""
+
+DECODE = "kserve-container"
+"""Name of decode's container, which KServe looks for."""
 
 Object = dict[str, Any]
 
@@ -25,8 +29,8 @@ class Rendered:
     kv: str
     """KV generation."""
 
-    revision: str
-    """Stands for everything that pods run with."""
+    revisions: Mapping[str, str]
+    """What each role's pods run with, in one word; of prefill and decode."""
 
     generation: tuple[Object, ...]
     """Staging and prefill: those that exist once per KV generation."""
@@ -58,10 +62,19 @@ def render(
     site = Site(service=name, spec=spec, placement=placement, network=network, kv=kv)
     staging, prefill = f"{name}-staging-{kv}", f"{name}-prefill-{kv}"
     peers = settings.Peers(prefill=f"{prefill}.{namespace}.svc", staging=f"{staging}.{namespace}.svc")
+    revisions = {
+        # A role's own: a change of one must leave the other's pods alone.
+        "prefill": digest(
+            kv, settings.prefill_config(spec, peers, ""), engine_pod(site, "prefill", "prefill", "")["containers"]
+        ),
+        "decode": digest(
+            kv, settings.decode_config(spec, peers, ""), engine_pod(site, "decode", DECODE, "")["containers"]
+        ),
+    }
     texts = {
         "staging": settings.staging_config(spec, network, peers),
-        "prefill": settings.prefill_config(spec, peers),
-        "decode": settings.decode_config(spec, peers),
+        "prefill": settings.prefill_config(spec, peers, revisions["prefill"]),
+        "decode": settings.decode_config(spec, peers, revisions["decode"]),
     }
     maps = {role: _config_map(site, role, text) for role, text in texts.items()}
     config = {role: made["metadata"]["name"] for role, made in maps.items()}
@@ -76,13 +89,11 @@ def render(
         _headless(site, "prefill", prefill, settings.PREFILL_PORT),
         deployment,
     ]
-    if spec.prefill.scaling is not None and SCALED_OBJECT in kinds and not spec.suspend:
+    if is_kedas(spec, kinds) and not spec.suspend:
         generation.append(_scaled_object(site, prefill))
-    templates = [stateful["spec"]["template"], deployment["spec"]["template"], service["spec"]["predictor"]]
-    pods = [template.get("spec", template)["containers"] for template in templates]
     return Rendered(
         kv=kv,
-        revision=digest(kv, texts, pods),
+        revisions=revisions,
         generation=tuple(generation),
         decode=(maps["decode"], service),
         common=tuple(_common(site, kinds)),
@@ -174,23 +185,22 @@ def _deployment(site: Site, name: str, config_map: str, kinds: frozenset[str]) -
         "template": _template(site, "prefill", engine_pod(site, "prefill", "prefill", config_map)),
     }
     # With a ScaledObject the number is KEDA's; two owners would fight.
-    if prefill.scaling is None or SCALED_OBJECT not in kinds or site.spec.suspend:
+    if not is_kedas(site.spec, kinds) or site.spec.suspend:
         spec["replicas"] = num_prefills(site.spec)
     return _object(site, "apps/v1", "Deployment", name, "prefill", True, spec)
 
 
 def _inference_service(site: Site, config_map: str) -> Object:
     spec = site.spec
-    container = "kserve-container"
     predictor = {
         "minReplicas": spec.decode.replicas,
         "maxReplicas": spec.decode.replicas,
         "timeout": spec.endpoint.timeout_seconds,
         "deploymentStrategy": _strategy(spec.decode.rollout),
         "labels": site.labels("decode"),
-        **engine_pod(site, "decode", container, config_map),
+        **engine_pod(site, "decode", DECODE, config_map),
     }
-    if annotations := site.annotations(container):
+    if annotations := site.annotations(DECODE):
         predictor["annotations"] = annotations
     group = INFERENCE_SERVICE.partition(".")[2]
     made = _object(site, f"{group}/v1beta1", "InferenceService", site.service, "decode", True, {"predictor": predictor})
@@ -207,6 +217,7 @@ def _inference_service(site: Site, config_map: str) -> Object:
 def _scaled_object(site: Site, name: str) -> Object:
     scaling = site.spec.prefill.scaling
     assert scaling is not None
+    assert scaling.prometheus is not None
     prometheus = scaling.prometheus
     answers = {
         "serverAddress": prometheus.address,
@@ -239,11 +250,7 @@ def _common(site: Site, kinds: frozenset[str]) -> list[Object]:
     if site.spec.network_policy == "Enabled":
         made += _network_policies(site)
     if site.spec.telemetry.pod_monitor == "Auto" and POD_MONITOR in kinds:
-        # Ports are found by name: decode shows metrics on its HTTP port, staging on one of its own.
-        spec = {
-            "selector": {"matchLabels": {SERVICE: name}},
-            "podMetricsEndpoints": [{"port": "http1"}, {"port": "metrics"}],
-        }
+        spec = {"selector": {"matchLabels": {SERVICE: name}}, "podMetricsEndpoints": [{"port": "metrics"}]}
         made.append(_object(site, "monitoring.coreos.com/v1", "PodMonitor", name, None, False, spec))
     return made
 
@@ -262,7 +269,7 @@ def _network_policies(site: Site) -> list[Object]:
         "ingress": [{"ports": [{"port": port, "protocol": "TCP"} for port in ("http1", "grpc-decode")]}],
     }
     metrics = {
-        "podSelector": {"matchLabels": selector(name, "staging")},
+        "podSelector": {"matchLabels": {SERVICE: name}},
         "policyTypes": ["Ingress"],
         "ingress": [{"ports": [{"port": "metrics", "protocol": "TCP"}]}],
     }

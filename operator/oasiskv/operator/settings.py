@@ -24,8 +24,8 @@ class Peers:
     staging: str
 
 
-def prefill_config(spec: ServiceSpec, peers: Peers) -> str:
-    """Return the file of prefill.
+def prefill_config(spec: ServiceSpec, peers: Peers, revision: str) -> str:
+    """Return the file of prefill, of which `revision` is told wherever its state is.
 
     Raises:
         ConfigError: The services would refuse it.
@@ -36,12 +36,16 @@ def prefill_config(spec: ServiceSpec, peers: Peers) -> str:
         "max_requests": spec.prefill.max_requests,
         "max_call_s": float(spec.endpoint.timeout_seconds),
         "drain_s": float(spec.prefill.drain.timeout_seconds),
+        "metrics_address": f"0.0.0.0:{METRICS_PORT}",
+        "revision": revision,
     }
     return _checked(_engine(spec) | {"prefill": own})
 
 
-def decode_config(spec: ServiceSpec, peers: Peers) -> str:
-    """Return the file of decode; without prefill pods it computes prompts itself.
+def decode_config(spec: ServiceSpec, peers: Peers, revision: str) -> str:
+    """Return the file of decode, of which `revision` is told wherever its state is.
+
+    Without prefill pods it computes prompts itself.
 
     Raises:
         ConfigError: The services would refuse it.
@@ -53,6 +57,8 @@ def decode_config(spec: ServiceSpec, peers: Peers) -> str:
         "max_requests": spec.decode.max_requests,
         "max_call_s": float(spec.endpoint.timeout_seconds),
         "drain_s": float(spec.decode.drain.timeout_seconds),
+        "metrics_address": f"0.0.0.0:{METRICS_PORT}",
+        "revision": revision,
     }
     if spec.prefill.replicas != 0:
         own |= {"prefills": [f"{peers.prefill}:{PREFILL_PORT}"], "staging": f"{peers.staging}:{STAGING_PORT}"}

@@ -10,12 +10,14 @@ from typing import Any
 
 from oasiskv.core.errors import ConfigError
 from oasiskv.operator.api_status import ServiceStatus
+from oasiskv.operator.asks import Asks, Loads
 from oasiskv.operator.client import MANAGER, ApiError, BusyError, Client, ConflictError, NotFoundError, RefusedError
 from oasiskv.operator.differs import differs
 from oasiskv.operator.facts import Facts, Ref
 from oasiskv.operator.kinds import write
 from oasiskv.operator.metrics import Metrics
-from oasiskv.operator.observe import Seen, observe
+from oasiskv.operator.names import KV, ROLE
+from oasiskv.operator.observe import Pod, Seen, observe
 from oasiskv.operator.reconcile import Outcome, reconcile
 from oasiskv.operator.resources import CHILDREN, PROFILES, SERVICES, owner_uid
 from oasiskv.operator.store import Store
@@ -24,6 +26,8 @@ Key = tuple[str, str]
 Object = Mapping[str, Any]
 FIRST_S, LONGEST_S, REFUSED_S = 0.5, 60.0, 300.0
 """Wait after a failed turn: doubled each time up to the second, or the third where the API server said no."""
+VERIFY_S, LOAD_S = 5.0, 15.0
+"""How often pods are asked whether KV comes through, as long as it has not, and what their load is."""
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +39,7 @@ class Shell:
         client: The API server.
         store: What is known of the cluster.
         metrics: What is counted.
+        asks: Asks pods.
         may_write: Asked before every write.
         now: Time, in RFC 3339.
     """
@@ -44,12 +49,15 @@ class Shell:
         client: Client,
         store: Store,
         metrics: Metrics,
+        asks: Asks,
         may_write: Callable[[], bool] = lambda: True,
         now: Callable[[], str] = lambda: datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
     ) -> None:
         self._client, self._store, self._metrics = client, store, metrics
         self._may_write, self._now = may_write, now
+        self._asks, self._loads = asks, Loads(asks)
         self._num_failed: dict[Key, int] = {}
+        self._ask_at_s: dict[Key, float] = {}
         self.services: set[Key] = set()
         """Those that are there."""
         self.lacking: set[Key] = set()
@@ -59,9 +67,9 @@ class Shell:
         """Take a turn of a service; return in how many seconds another one is needed, None for when it is woken."""
         begin_s, result = time.perf_counter(), "done"
         try:
-            await self._turn(key)
+            again_s = await self._turn(key)
             self._num_failed.pop(key, None)
-            return None
+            return again_s
         except (ApiError, ConfigError) as error:
             result = _result(error)
             wait_s = self._wait_s(key, error)
@@ -71,17 +79,20 @@ class Shell:
         finally:
             self._metrics.reconcile_s.labels(result).observe(time.perf_counter() - begin_s)
 
-    async def _turn(self, key: Key) -> None:
+    async def _turn(self, key: Key) -> float | None:
         try:
             service = await self._client.get(SERVICES.path(*key))
         except NotFoundError:
             self._forget(key)
-            return
+            return None
         if "deletionTimestamp" in service["metadata"]:
-            return
+            return None
         self.services.add(key)
         facts = await self._look(key, service)
         outcome = reconcile(service, facts)
+        if (asked := await self._ask(key, facts, outcome)) != facts:
+            facts = asked
+            outcome = reconcile(service, facts)
         try:
             await self._carry_out(key, service, outcome)
         except RefusedError as error:
@@ -89,11 +100,15 @@ class Shell:
             await self._say(key, service, outcome.status)
             raise
         await self._say(key, service, outcome.status)
+        if outcome.unverified is not None and facts.decode_pods:
+            return VERIFY_S
+        return LOAD_S if outcome.asks else None
 
     def _forget(self, key: Key) -> None:
         self.services.discard(key)
         self.lacking.discard(key)
         self._num_failed.pop(key, None)
+        self._ask_at_s.pop(key, None)
         self._metrics.says(key, ())
 
     async def _look(self, key: Key, service: Object) -> Facts:
@@ -113,6 +128,30 @@ class Shell:
             kinds=self._store.kinds,
         )
         return observe(seen, self._now())
+
+    async def _ask(self, key: Key, facts: Facts, outcome: Outcome) -> Facts:
+        """Return facts with what pods say, as far as a decision waits for it."""
+        by_role: dict[str, list[Pod]] = {}
+        for pod in self._store.pods(key):
+            if not pod.has_ended:
+                by_role.setdefault(pod.labels.get(ROLE, ""), []).append(pod)
+        if outcome.unverified is not None and (decodes := by_role.get("decode")):
+            why = await self._asks.why_unverified(decodes, outcome.unverified)
+            facts = replace(
+                facts, verified=frozenset({outcome.unverified} if why is None else ()), unverified=why or ""
+            )
+        now_s = time.monotonic()
+        if outcome.asks and now_s >= self._ask_at_s.get(key, 0.0):
+            self._ask_at_s[key] = now_s + LOAD_S
+            live = facts.decode.kv_generation if facts.decode is not None else None
+            loads = {}
+            for role in sorted(outcome.asks):
+                pods = by_role.get(role, [])
+                # Prefill pods of a generation that does not serve yet have no load.
+                pods = [pod for pod in pods if role == "decode" or live is None or pod.labels.get(KV) == live]
+                loads[role] = await self._loads.ask(role, pods)
+            facts = replace(facts, loads=loads)
+        return facts
 
     async def _carry_out(self, key: Key, service: Object, outcome: Outcome) -> None:
         for made in outcome.apply:

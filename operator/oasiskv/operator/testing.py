@@ -77,7 +77,7 @@ class Cluster:
         self.made: dict[Ref, _Made] = {}
         self.status = ServiceStatus()
         self.num_writes = 0
-        self.verified: frozenset[str] = frozenset()
+        self.verified: frozenset[tuple[str, str]] = frozenset()
 
     def facts(self) -> Facts:
         """Return what a reconcile would see."""

@@ -16,7 +16,7 @@ import yaml
 
 from oasiskv.operator.testing import SPEC
 from oasiskv.operator.testing_cluster import ControlPlane
-from oasiskv.operator.testing_server import CRDS
+from oasiskv.operator.testing_helm import CHART, KUBE_VERSION, Helm
 
 WAIT_S = 60
 OWNED = "configmaps,services,statefulsets,deployments,poddisruptionbudgets,networkpolicies,inferenceservices"
@@ -96,15 +96,15 @@ def wait_for(what: Callable[[], Any], name: str, wait_s: float = WAIT_S) -> None
         time.sleep(0.1)
 
 
-def chart_role(plane: ControlPlane, helm: str, namespace: str, *values: str) -> Path:
+def chart_role(plane: ControlPlane, helm: Helm, namespace: str, *values: str) -> Path:
     """Give a service account the roles of the chart and nothing more; return its kubeconfig."""
     sets = [part for value in values for part in ("--set", value)]
-    command = [helm, "template", "oasiskv", str(CRDS.parent), "--namespace", namespace, "--kube-version=1.36.0", *sets]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    text = helm.check(
+        "template", "oasiskv", str(CHART), "--namespace", namespace, f"--kube-version={KUBE_VERSION}", *sets
+    )
     plane.kubectl("create", "namespace", namespace)
     kinds = ("ServiceAccount", "Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding")
-    made = [each for each in yaml.safe_load_all(done.stdout) if each and each["kind"] in kinds]
+    made = [each for each in yaml.safe_load_all(text) if each and each["kind"] in kinds]
     for each in made:
         if not each["kind"].startswith("Cluster"):
             each["metadata"].setdefault("namespace", namespace)

@@ -187,8 +187,8 @@ def test_a_template_that_kserve_still_makes_pods_of_counts_as_a_pod() -> None:
 
 def test_what_was_verified_is_in_the_status() -> None:
     of = service()
-    of["status"] = write(reconcile(of, Facts(now="2026-01-01T00:00:00Z")).status) | {"verifiedRevision": "r"}
-    assert observe(Seen(service=of), "now").verified == {"r"}
+    of["status"] = write(reconcile(of, Facts(now="2026-01-01T00:00:00Z")).status) | {"verifiedRevision": "r1 r2"}
+    assert observe(Seen(service=of), "now").verified == {("r1", "r2")}
     assert facts().verified == frozenset()
 
 

@@ -27,8 +27,9 @@ def condition(outcome: Outcome, type_: str) -> tuple[str, str, str]:
 
 def verify(cluster: Cluster, spec: Any = SPEC) -> None:
     """Say of the revision that is wanted that a block has crossed."""
-    message = condition(reconcile(service(spec), cluster.facts()), "KVPathVerified")[2]
-    cluster.verified = frozenset({message.rpartition(" ")[2]})
+    path = reconcile(service(spec), cluster.facts()).unverified
+    assert path is not None
+    cluster.verified = frozenset({path})
 
 
 def kinds(cluster: Cluster, kind: str) -> list[str]:
@@ -66,6 +67,28 @@ def test_a_block_that_crossed_for_another_revision_does_not_count(chance: random
     verify(cluster)
     after = cluster.settle(service({**SPEC, "image": "other:1"}, generation=2), chance)
     assert condition(after, "Ready")[:2] == ("False", "KVPathUnverified")
+
+
+def test_a_change_of_one_role_leaves_the_others_revision_and_pods_alone(chance: random.Random) -> None:
+    before = reconcile(service(), Cluster().facts())
+    changed = {**SPEC, "decode": {"replicas": 2, "image": "other:1"}}
+    after = reconcile(service(changed), Cluster().facts())
+    assert before.unverified is not None
+    assert after.unverified is not None
+    assert before.unverified[0] == after.unverified[0]
+    assert before.unverified[1] != after.unverified[1]
+    (old,), (new,) = ([each for each in of.apply if each["kind"] == "Deployment"] for of in (before, after))
+    assert old == new
+
+
+def test_what_a_pod_says_of_why_nothing_crossed_is_passed_on(chance: random.Random) -> None:
+    facts = replace(Cluster().facts(), unverified="UnsupportedError: other model")
+    assert condition(reconcile(service(), facts), "KVPathVerified")[2].endswith(": UnsupportedError: other model")
+
+
+def test_without_prefill_pods_nothing_has_to_cross() -> None:
+    outcome = reconcile(service({**SPEC, "prefill": {"replicas": 0}}), Cluster().facts())
+    assert (outcome.unverified, condition(outcome, "KVPathVerified")[1]) == (None, "NotUsed")
 
 
 def test_reconciling_twice_writes_nothing(chance: random.Random) -> None:

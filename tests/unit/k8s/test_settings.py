@@ -10,11 +10,7 @@ from oasiskv.core.service_config import read_services
 from oasiskv.operator import settings
 from oasiskv.operator.api import Network, ServiceSpec
 from oasiskv.operator.kinds import read
-from oasiskv.operator.pods import HEALTH
 from oasiskv.operator.testing import SPEC
-from oasiskv.protos.decode.v1 import decode_pb2
-from oasiskv.protos.prefill.v1 import prefill_pb2
-from oasiskv.protos.staging.v1 import staging_pb2
 from oasiskv.services.staging.__main__ import read_config
 
 PEERS = settings.Peers(prefill="chat-prefill.llm.svc", staging="chat-staging.llm.svc")
@@ -37,7 +33,7 @@ def test_any_argument_arrives_as_it_was_written(values: dict[str, Any]) -> None:
 
 def test_a_null_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"spec.engine.arguments: expected values, got null"):
-        settings.decode_config(spec(engine={"arguments": {"compilation_config": {"mode": None}}}), PEERS)
+        settings.decode_config(spec(engine={"arguments": {"compilation_config": {"mode": None}}}), PEERS, "r7")
 
 
 def test_equal_settings_are_equal_texts_whatever_their_order() -> None:
@@ -46,8 +42,8 @@ def test_equal_settings_are_equal_texts_whatever_their_order() -> None:
 
 def test_the_services_read_what_the_spec_says() -> None:
     made = spec(prefill={"maxRequests": 7, "drain": {"timeoutSeconds": 9}}, decode={"localPromptTokens": 11})
-    prefill = read_services(settings.prefill_config(made, PEERS)).prefill
-    decode = read_services(settings.decode_config(made, PEERS)).decode
+    prefill = read_services(settings.prefill_config(made, PEERS, "r7")).prefill
+    decode = read_services(settings.decode_config(made, PEERS, "r7")).decode
     assert prefill is not None
     assert decode is not None
     assert (prefill.staging, prefill.max_requests, prefill.drain_s) == ("chat-staging.llm.svc:7411", 7, 9)
@@ -66,7 +62,7 @@ def test_staging_reads_what_the_spec_says(fabric: Any, transport: str, is_strict
     assert staging.leases.num_blocks * staging.fingerprint.block_bytes <= 256 * 2**30
     assert config.staging.disk is not None
     assert config.staging.disk.max_bytes < 2**40
-    peers = read_services(settings.prefill_config(spec(), PEERS)).prefill
+    peers = read_services(settings.prefill_config(spec(), PEERS, "r7")).prefill
     assert peers is not None
     assert peers.fingerprint == staging.fingerprint
 
@@ -80,19 +76,20 @@ def test_a_directory_is_told_where_this_staging_pod_is_found() -> None:
 
 
 def test_without_prefill_pods_decode_looks_for_none() -> None:
-    decode = read_services(settings.decode_config(spec(prefill={"replicas": 0}), PEERS)).decode
+    decode = read_services(settings.decode_config(spec(prefill={"replicas": 0}), PEERS, "r7")).decode
     assert decode is not None
     assert (decode.prefills, decode.staging) == ((), "")
 
 
 def test_an_argument_that_the_services_set_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"arguments\.block_size: expected it to be left to the service"):
-        settings.decode_config(spec(engine={"arguments": {"block_size": 32}}), PEERS)
+        settings.decode_config(spec(engine={"arguments": {"block_size": 32}}), PEERS, "r7")
 
 
-def test_health_checks_ask_for_the_services_of_the_contracts() -> None:
-    modules = {"prefill": prefill_pb2, "decode": decode_pb2, "staging": staging_pb2}
-    names = {
-        role: next(iter(module.DESCRIPTOR.services_by_name.values())).full_name for role, module in modules.items()
-    }
-    assert names == HEALTH
+def test_pods_say_which_revision_they_are_of_on_a_port_that_probes_reach() -> None:
+    prefill = read_services(settings.prefill_config(spec(), PEERS, "r7")).prefill
+    decode = read_services(settings.decode_config(spec(), PEERS, "r8")).decode
+    assert prefill is not None
+    assert decode is not None
+    assert (prefill.revision, decode.revision) == ("r7", "r8")
+    assert prefill.metrics_address == decode.metrics_address == f"0.0.0.0:{settings.METRICS_PORT}"

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from prometheus_client import generate_latest
 
+from oasiskv.operator.asks import Asks
 from oasiskv.operator.metrics import Metrics
 from oasiskv.operator.resources import CHILDREN, SERVICES
 from oasiskv.operator.shell import FIRST_S, LONGEST_S, REFUSED_S, Shell
@@ -25,11 +26,13 @@ class Bench:
     def __init__(self, api: FakeApi) -> None:
         self.api, self.woken, self.may_write = api, [0], True
         self.metrics = Metrics()
+        self.asks = Asks()
         self.store = Store(api.client, (), True, lambda key: self.woken.append(0))
         self.shell = self.make_shell()
 
     def make_shell(self) -> Shell:
-        return Shell(self.api.client, self.store, self.metrics, lambda: self.may_write, lambda: "2026-01-01T00:00:00Z")
+        now = "2026-01-01T00:00:00Z"
+        return Shell(self.api.client, self.store, self.metrics, self.asks, lambda: self.may_write, lambda: now)
 
     async def start(self) -> None:
         self.store.start()
@@ -59,6 +62,7 @@ def run(test: Callable[[Bench], Awaitable[None]]) -> None:
             try:
                 await test(bench)
             finally:
+                await bench.asks.close()
                 await bench.store.stop()
 
     asyncio.run(main())
