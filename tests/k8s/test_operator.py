@@ -1,7 +1,7 @@
 """The operator as a process under the chart's role, over real controllers and the real KServe."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from oasiskv.operator.testing_helm import Helm
 from oasiskv.operator.testing_operator import (
     OWNED,
     OperatorProcess,
+    Start,
     chart_role,
     condition,
     forbidden,
@@ -24,7 +25,6 @@ from oasiskv.operator.testing_operator import (
 
 pytestmark = pytest.mark.timeout(240)
 
-Start = Callable[..., OperatorProcess]
 PROMETHEUS = {"address": "http://prometheus:9090", "query": "up", "threshold": 2}
 
 

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from oasiskv.core.errors import ConfigError
@@ -150,5 +151,11 @@ def _fingerprint(spec: ServiceSpec) -> dict[str, Any]:
 
 def _checked(tables: Mapping[str, Any]) -> str:
     text = toml(tables)
-    read_services(text)
+    _check(text)
     return text
+
+
+@lru_cache(1024)
+def _check(text: str) -> None:
+    """Have the services' own code read a file; the same text comes with every turn of a service."""
+    read_services(text)

@@ -19,6 +19,7 @@ from oasiskv.operator.testing_cluster import ControlPlane
 from oasiskv.operator.testing_helm import CHART, KUBE_VERSION, Helm
 
 WAIT_S = 60
+Start = Callable[..., "OperatorProcess"]
 OWNED = "configmaps,services,statefulsets,deployments,poddisruptionbudgets,networkpolicies,inferenceservices"
 
 
