@@ -323,13 +323,7 @@ def _stages(least_ms: int, most_ms: int, address: str) -> Iterator[dict[str, Any
     yield _stage(
         "Node",
         "node-ready",
-        [
-            {
-                "key": '.status.conditions.[] | select( .type == "Ready" ) | .status',
-                "operator": "NotIn",
-                "values": ["True"],
-            }
-        ],
+        [{"key": ".status.phase", "operator": "DoesNotExist"}],
         {"statusTemplate": f"conditions:\n{condition('Ready')}\nphase: Running"},
     )
     yield _stage(

@@ -1,0 +1,105 @@
+"""A thousand hosts and ten thousand pods: what the operator takes of time, processor and memory."""
+
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from oasiskv.operator.testing_cluster import ALL, ControlPlane
+from oasiskv.operator.testing_operator import OperatorProcess, is_settled, sample, wait_for
+
+NUM_NODES, NUM_PODS, NUM_SERVICES = (int(each) for each in os.environ.get("OASISKV_SCALE", "1000 10000 50").split())
+"""Ten thousand pods of others; each service has a staging, a prefill and two decode pods beside them."""
+FULL_S = 60
+"""Longest time for a turn of every service."""
+STEADY_S = 60
+
+pytestmark = pytest.mark.timeout(3600)
+
+
+@pytest.fixture
+def plane(tmp_path: Path) -> Iterator[ControlPlane]:
+    folder = os.environ.get("KUBEBUILDER_ASSETS", "")
+    if not folder or not all(os.access(Path(folder, name), os.X_OK) for name in ALL):
+        pytest.skip(f"KUBEBUILDER_ASSETS: expected a folder with {', '.join(ALL)}, got {folder!r}")
+    made = ControlPlane(tmp_path, Path(folder))
+    try:
+        made.start()
+        yield made
+    finally:
+        made.stop()
+
+
+def processor_s(process: "subprocess.Popen[bytes]") -> float:
+    fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def memory_mib(process: "subprocess.Popen[bytes]", which: str = "VmRSS") -> float:
+    lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(which)) / 1024
+
+
+def test_a_large_cluster_is_looked_after_in_a_minute(plane: ControlPlane, tmp_path: Path) -> None:
+    begin_s = time.monotonic()
+    plane.add_nodes(NUM_NODES)
+    print(f"\n{NUM_NODES} hosts after {time.monotonic() - begin_s:.0f} s")
+    per = 500
+    for index in range(NUM_PODS // per):
+        template = {
+            "metadata": {"labels": {"app": f"a{index}"}},
+            "spec": {"containers": [{"name": "a", "image": "a:1", "resources": {"requests": {"cpu": "1"}}}]},
+        }
+        spec = {"replicas": per, "selector": {"matchLabels": {"app": f"a{index}"}}, "template": template}
+        metadata = {"name": f"a{index}", "namespace": "default"}
+        plane.put([{"apiVersion": "apps/v1", "kind": "Deployment", "metadata": metadata, "spec": spec}])
+
+    def num_running() -> int:
+        rows = plane.get("deployments", "-n", "default")["items"]
+        return sum(row["status"].get("readyReplicas", 0) for row in rows)
+
+    wait_for(lambda: num_running() == NUM_PODS // per * per, "all pods of others", 1800)
+    print(f"{NUM_PODS} pods after {time.monotonic() - begin_s:.0f} s")
+
+    arguments = ("--read-nodes", "--resync-seconds=100000")
+    log = tmp_path / "operator.log"
+    operator = OperatorProcess(log, plane.kubeconfig, *arguments, environment={"POD_NAMESPACE": "default"})
+    try:
+        begin_s = time.monotonic()
+        operator.wait_ready()
+        print(
+            f"ready after {time.monotonic() - begin_s:.1f} s, {processor_s(operator.process):.1f} s of processor,"
+            f" {memory_mib(operator.process):.0f} MiB, at most {memory_mib(operator.process, 'VmHWM'):.0f}"
+        )
+        services = [sample(f"s{index}", "llm") for index in range(NUM_SERVICES)]
+        begin_s = time.monotonic()
+        plane.put(services)
+        wait_for(
+            lambda: all(is_settled(plane, "llm", f"s{index}") for index in range(NUM_SERVICES)), "all to settle", 900
+        )
+        print(f"{NUM_SERVICES} services settled after {time.monotonic() - begin_s:.0f} s")
+    finally:
+        assert operator.stop() == 0
+    operator = OperatorProcess(log, plane.kubeconfig, *arguments, environment={"POD_NAMESPACE": "default"})
+    try:
+        begin_s = time.monotonic()
+        operator.wait_ready()
+        name = "oasiskv_operator_reconcile_seconds_count"
+        wait_for(lambda: operator.metric(name) >= NUM_SERVICES, "a turn of each", 10 * FULL_S)
+        full_s = time.monotonic() - begin_s
+        print(f"everything read and a turn of each of {NUM_SERVICES} services after {full_s:.1f} s")
+        assert operator.metric("oasiskv_operator_writes_total") == 0
+        assert full_s <= FULL_S
+        before_s, since_s = processor_s(operator.process), time.monotonic()
+        time.sleep(STEADY_S)
+        share = (processor_s(operator.process) - before_s) / (time.monotonic() - since_s)
+        print(
+            f"steady: {share:.1%} of a processor, {memory_mib(operator.process):.0f} MiB,"
+            f" at most {memory_mib(operator.process, 'VmHWM'):.0f}"
+        )
+        assert memory_mib(operator.process, "VmHWM") < 512  # the chart's limit
+    finally:
+        assert operator.stop() == 0
