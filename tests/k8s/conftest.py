@@ -53,6 +53,7 @@ def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
     made = ControlPlane(tmp_path_factory.mktemp("plane"), _binaries(ALL))
     try:
         made.start()
+        made.check("create", "namespace", "system")  # of the operators
         made.add_nodes(NUM_NODES - 2)
         made.add_nodes(1, "a100", **{"nvidia.com/gpu.product": "NVIDIA-A100-SXM4-80GB"})
         made.add_nodes(1, "elsewhere", "zone-b")
