@@ -124,6 +124,8 @@ def _pack(nodes: Sequence[Node], groups: Sequence[tuple[int, Mapping[str, Fracti
             for name, amount in pod.items():
                 room[name] = room.get(name, Fraction()) - here * amount
             left -= here
+            if not left:
+                break
         num_fitting += number - left
         if left and not lacking:
             lacking = max(sorted(pod), key=lambda name: sum(room.get(name, 0) < pod[name] for room in free))
