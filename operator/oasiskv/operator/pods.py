@@ -60,7 +60,7 @@ def engine_pod(site: Site, role: str, container: str, config_map: str) -> dict[s
     ports = {"grpc": settings.PREFILL_PORT}
     if role == "decode":
         # KServe's Service exposes the first port as 80, the others as they are.
-        ports = {"http1": settings.HTTP_PORT, "grpc-decode": settings.DECODE_PORT}
+        ports = {"http1": settings.HTTP_PORT, "grpc-oip": settings.OIP_PORT, "grpc-decode": settings.DECODE_PORT}
     made = _container(site, role, container, asked, ports, spec.drain.pre_stop_seconds)
     made["volumeMounts"] += [{"name": "shm", "mountPath": "/dev/shm"}]
     volumes: list[dict[str, Any]] = [

@@ -266,7 +266,7 @@ def _network_policies(site: Site) -> list[Object]:
     clients = {
         "podSelector": {"matchLabels": selector(name, "decode")},
         "policyTypes": ["Ingress"],
-        "ingress": [{"ports": [{"port": port, "protocol": "TCP"} for port in ("http1", "grpc-decode")]}],
+        "ingress": [{"ports": [{"port": port, "protocol": "TCP"} for port in ("http1", "grpc-oip", "grpc-decode")]}],
     }
     metrics = {
         "podSelector": {"matchLabels": {SERVICE: name}},

@@ -11,7 +11,7 @@ from oasiskv.core.service_config import read_services
 from oasiskv.operator.api import Network, ServiceSpec
 from oasiskv.operator.kinds import quantity
 
-PREFILL_PORT, STAGING_PORT, DECODE_PORT, HTTP_PORT, METRICS_PORT = 7412, 7411, 7413, 8080, 9400
+PREFILL_PORT, STAGING_PORT, DECODE_PORT, HTTP_PORT, OIP_PORT, METRICS_PORT = 7412, 7411, 7413, 8080, 8081, 9400
 DISK, MODELS = "/var/lib/oasiskv/disk", "/models"
 DISK_SHARE = 0.9
 """Of a volume for blocks; file systems keep some for themselves."""
@@ -54,6 +54,7 @@ def decode_config(spec: ServiceSpec, peers: Peers, revision: str) -> str:
     own = {
         "address": f"0.0.0.0:{DECODE_PORT}",
         "http_address": f"0.0.0.0:{HTTP_PORT}",
+        "oip_address": f"0.0.0.0:{OIP_PORT}",
         "local_prompt_tokens": spec.decode.local_prompt_tokens,
         "max_requests": spec.decode.max_requests,
         "max_call_s": float(spec.endpoint.timeout_seconds),
