@@ -4,6 +4,7 @@ import contextlib
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 from oasiskv.core.errors import BlockNotFoundError, LeaseExpiredError, OasisError, PeerUnavailableError
 from oasiskv.services.clients.session import FetchStatus, Lease, SessionConfig, StagingSession
+from oasiskv.services.rpc.testing import make_certificate, tls_files
 from oasiskv.services.staging.disk_file import ALIGNMENT
 from oasiskv.services.staging.process import StagingProcess
 from oasiskv.services.staging.testing import (
@@ -142,6 +144,28 @@ def test_what_reached_the_disk_is_read_by_the_same_session_after_the_restart(tmp
         statuses, out = fetch(peer, lease, 4)
         assert not any(statuses)
         np.testing.assert_array_equal(out, data)
+
+
+def test_certificates_that_are_replaced_are_used_by_the_service_and_by_sessions_that_go_on(tmp_path: Path) -> None:
+    def issue() -> None:
+        authority = make_certificate(tmp_path, "authority")
+        for name in ("server", "peer"):
+            make_certificate(tmp_path, name, authority)
+
+    issue()
+    tls = {name: str(path) for name, path in asdict(tls_files(tmp_path, "server")).items()}
+    with restarted(tmp_path, tls=tls, staging={"is_strict": True, "memory_socket": ""}) as service:
+        address = service.server.address
+        with open_session(address, "stream", ttl_s=1.0, tls=tls_files(tmp_path, "peer")) as peer:
+            lease = stage(peer, "t", random_blocks(33, 2))
+            issue()  # the old authority is worth nothing from here on
+            with open_session(address, "stream", tls=tls_files(tmp_path, "peer")) as another:
+                assert fetch(another, another.lease(keys("t", 2)).result(), 2)[0] == [0, 0]
+            assert fetch(peer, lease, 2)[0] == [0, 0], "a connection that is open goes on"
+            service.kill()
+            service.start()
+            until(lambda: peer.num_reconnects == 1)
+            assert fetch(peer, stage(peer, "u", random_blocks(34, 2)), 2)[0] == [0, 0]
 
 
 def test_a_peer_that_others_share_is_not_replaced_behind_their_backs(tmp_path: Path) -> None:

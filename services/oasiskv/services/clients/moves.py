@@ -330,8 +330,13 @@ class Mover:
                     statuses[rows] = FetchStatus.LOST
                     return
 
+    def lose(self, pool: Pool, error: OasisError) -> None:
+        """Go on by stream, if that pool is still used."""
+        if self._pool is pool:
+            self._leave_pool(error)
+
     def _leave_pool(self, error: OasisError) -> None:
-        """Go on by stream, for good: a way that failed in the middle is not trusted again."""
+        """Go on by stream; a way that failed in the middle is not trusted again until `reopen`."""
         logger.warning("bytes move by stream from now on, no longer %s: %s", self.path, error)
         self.reason = f"{self.path} failed: {error}"
         self.close()

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oasiskv.core.errors import (
+    ConfigError,
     InvalidRequestError,
     LeaseExpiredError,
     OasisError,
@@ -96,6 +97,7 @@ class StagingSession:
         self._is_closed = False
         self._data_thread = ThreadPoolExecutor(1, thread_name_prefix="oasiskv-staging-data")
         self._link: AttachedLink | None = None
+        self._link_is_lost = False
         self._reviving = asyncio.Lock()
         self._look = asyncio.Event()
         self.num_reconnects = 0
@@ -320,10 +322,23 @@ class StagingSession:
             devices = net_devices(self._config.address)
             may_write = self._config.may_write
             open_pool = partial(OneSidedPool, offer, registered, may_write=may_write, devices=devices)
-            return await asyncio.to_thread(open_pool), f"{unmapped}; over {offer.transport}"
+            one_sided = await asyncio.to_thread(open_pool)
+            self._link_is_lost = False
+            self._watching = asyncio.create_task(self._watch(self._link, one_sided))
+            return one_sided, f"{unmapped}; over {offer.transport}"
         except OasisError as error:
             self._link.close()
             return None, f"{unmapped}, and one-sided transfers cannot be had ({error})"
+
+    async def _watch(self, link: AttachedLink, pool: OneSidedPool) -> None:
+        """Touch the memory no more once the service thinks so: it would give blocks away that are written to."""
+        await link.ended()
+        if link is self._link:
+            self._link_is_lost = True
+            error = PeerUnavailableError("the stream that keeps the way open has ended")
+            with contextlib.suppress(RuntimeError):  # this session is being closed
+                self._data_thread.submit(self._moves.lose, pool, error)
+            self._look.set()
 
     async def _renew_forever(self) -> None:
         """Keep the peer and all its leases; become another peer when the service was started again."""
@@ -337,6 +352,13 @@ class StagingSession:
             try:
                 if not await self._is_known():
                     return
+                if self._link_is_lost:
+                    await self._reopen(*await self._choose_path())
+            except PeerUnavailableError as error:
+                logger.warning("staging at %s: leases are not renewed: %s", self._config.address, error)
+                wait_s = min(wait_s, AWAY_S)
+                with contextlib.suppress(ConfigError):
+                    await self._client.refresh()
             except OasisError as error:
                 logger.warning("staging at %s: leases are not renewed: %s", self._config.address, error)
                 wait_s = min(wait_s, AWAY_S)
@@ -362,17 +384,21 @@ class StagingSession:
                     self._link.close()
                     self._link = None
                 self._leases.clear()
-                pool, reason = await self._register()
-                try:
-                    change = self._data_thread.submit(self._moves.reopen, self._registered, pool, reason)
-                except RuntimeError:  # this session is being closed
-                    if pool is not None:
-                        pool.close()
-                    return False
-                await asyncio.wrap_future(change)
+                self._link_is_lost = False
+                await self._reopen(*await self._register())
                 self.num_reconnects += 1
-                logger.info("staging at %s: registered anew, bytes move %s", self._config.address, self.path)
         return True
+
+    async def _reopen(self, pool: "Pool | None", reason: str) -> None:
+        """Let bytes move another way, after what is under way."""
+        try:
+            change = self._data_thread.submit(self._moves.reopen, self._registered, pool, reason)
+        except RuntimeError:  # this session is being closed
+            if pool is not None:
+                pool.close()
+            return
+        await asyncio.wrap_future(change)
+        logger.info("staging at %s: bytes move %s now, since %s", self._config.address, self.path, self.path_reason)
 
     async def _as_peer(self, call: Callable[[str], Awaitable[Result]]) -> Result:
         """Make a call that changes nothing where the peer is unknown; then make it once more as a new peer."""

@@ -27,7 +27,7 @@ from oasiskv.protos.staging.v1 import staging_pb2 as pb
 from oasiskv.protos.staging.v1 import staging_pb2_grpc
 from oasiskv.services.checksums import checksum, checksums
 from oasiskv.services.rpc.status import CLASSES, error_of
-from oasiskv.services.rpc.tls import channel_credentials
+from oasiskv.services.rpc.tls import channel_credentials, signature
 from oasiskv.services.tracing import context_metadata
 
 Response = TypeVar("Response")
@@ -55,13 +55,29 @@ class StagingClient:
             ("grpc.initial_reconnect_backoff_ms", 100),
             ("grpc.max_reconnect_backoff_ms", 1000),
         ]
-        if tls is None:
-            self.channel = grpc.aio.insecure_channel(address, options)
-        else:
-            self.channel = grpc.aio.secure_channel(address, channel_credentials(tls), options)
+        self._address, self._tls, self._options = address, tls, options
         self._timeout_s = timeout_s
+        self._connect()
+
+    def _connect(self) -> None:
+        if self._tls is None:
+            self.channel = grpc.aio.insecure_channel(self._address, self._options)
+        else:
+            self._files = signature(self._tls)
+            self.channel = grpc.aio.secure_channel(self._address, channel_credentials(self._tls), self._options)
         self.stub = staging_pb2_grpc.StagingStub(self.channel)
         """For calls that have no method here; through `call`."""
+
+    async def refresh(self) -> None:
+        """Connect anew if this process's certificate was replaced: a connection that broke would come with the old one.
+
+        Raises:
+            ConfigError: The new files are absent or do not fit together; the old ones go on.
+        """
+        if self._tls is not None and signature(self._tls) != self._files:
+            before = self.channel
+            self._connect()
+            await before.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -154,6 +170,12 @@ class AttachedLink:
         if not isinstance(offer, pb.AttachResponse):
             raise PeerUnavailableError("Attach: expected an offer, got the end of the stream")
         return offer
+
+    async def ended(self) -> None:
+        """Return when the stream has ended: for the service, this process uses the memory no more from then on."""
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.CancelledError):
+            while await self._stream.read() is not grpc.aio.EOF:
+                pass
 
     def close(self) -> None:
         """Say that this process uses the memory no more."""

@@ -40,20 +40,20 @@ class _Reader:
 
     def __init__(self, config: TlsConfig) -> None:
         self._config = config
-        self._signature = _signature(config)
+        self._signature = signature(config)
         self.current = _server_configuration(config)
 
     def changed(self) -> "grpc.ServerCertificateConfiguration | None":
         """Return the configuration for a new handshake; None where nothing changed."""
         try:
-            signature = _signature(self._config)
-            if signature == self._signature:
+            found = signature(self._config)
+            if found == self._signature:
                 return None
             self.current = _server_configuration(self._config)
         except ConfigError as error:
             logger.warning("new certificates are not used: %s", error)
             return None
-        self._signature = signature
+        self._signature = found
         return self.current
 
 
@@ -73,7 +73,12 @@ def _read(config: TlsConfig) -> tuple[bytes, bytes, bytes]:
         raise ConfigError(f"tls: expected a certificate, its key and an authority in PEM, got {cause}") from cause
 
 
-def _signature(config: TlsConfig) -> tuple[tuple[int, int, int], ...]:
+def signature(config: TlsConfig) -> tuple[tuple[int, int, int], ...]:
+    """Return what differs when one of the files was replaced.
+
+    Raises:
+        ConfigError: One cannot be read.
+    """
     try:
         stats = [path.stat() for path in (config.certificate, config.key, config.authority)]
     except OSError as cause:
