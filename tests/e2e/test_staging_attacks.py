@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +17,9 @@ import pytest
 from oasiskv.core.errors import BlockNotFoundError, InvalidRequestError, LeaseExpiredError, UnsupportedError
 from oasiskv.protos.staging.v1 import staging_pb2 as pb
 from oasiskv.services.checksums import checksum, checksums
-from oasiskv.services.clients.session import FetchStatus
+from oasiskv.services.clients.session import FetchStatus, SessionConfig, StagingSession
 from oasiskv.services.clients.staging import MappedPool, StagingClient
+from oasiskv.services.rpc.testing import make_certificate, tls_files
 from oasiskv.services.staging.process import StagingProcess
 from oasiskv.services.staging.testing import NUM_BLOCKS, SHAPE, fetch, keys, session, stage
 from oasiskv.services.staging.testing import random_blocks as large_blocks
@@ -105,6 +107,55 @@ def test_a_strict_service_has_no_way_past_it(tmp_path: Path) -> None:
         listening = [one for one in process.net_connections("inet") if one.status == psutil.CONN_LISTEN]
         assert len(listening) == 1
         assert not any(path.is_socket() for path in tmp_path.iterdir())
+
+
+def test_tenants_by_certificate_neither_find_nor_forge_one_anothers_blocks(tmp_path: Path) -> None:
+    authority = make_certificate(tmp_path, "authority")
+    for name in ("server", "red", "blue"):
+        make_certificate(tmp_path, name, authority)
+    tls = {name: str(path) for name, path in asdict(tls_files(tmp_path, "server")).items()}
+    staging = {"is_strict": True, "memory_socket": "", "tenants": "certificate"}
+
+    def open_as(name: str, address: str) -> StagingSession:
+        config = SessionConfig(
+            address=address, fingerprint=SHAPE, name=name, may_write=True, tls=tls_files(tmp_path, name)
+        )
+        return StagingSession(config)
+
+    async def watched(name: str, address: str) -> set[bytes]:
+        async with StagingClient(address, tls=tls_files(tmp_path, name)) as client:
+            return set((await client.stub.Watch(pb.WatchRequest()).read()).sealed_keys)
+
+    async def found(name: str, address: str, names: list[bytes]) -> list[int]:
+        async with StagingClient(address, tls=tls_files(tmp_path, name)) as client:
+            answer = await client.call(client.stub.Find, pb.FindRequest(block_keys=names))
+            return [holder.num_prefix_blocks for holder in answer.holders]
+
+    with (
+        StagingProcess(tmp_path, SHAPE, NUM_BLOCKS, staging=staging, tls=tls) as server,
+        open_as("red", server.address) as red,
+        open_as("blue", server.address) as blue,
+    ):
+        names, ours, theirs = keys("k", 3), large_blocks(11, 3), large_blocks(12, 2)
+        lease = stage(red, "k", ours)
+        with pytest.raises(BlockNotFoundError):
+            blue.lease(names).result()
+        assert asyncio.run(found("blue", server.address, names)) == []
+        stage(blue, "k", theirs)
+        for peer_, data in ((red, ours), (blue, theirs)):
+            taken = peer_.lease(names).result()
+            statuses, out = fetch(peer_, taken, taken.num_blocks)
+            assert not any(statuses)
+            np.testing.assert_array_equal(out, data)
+        assert asyncio.run(found("red", server.address, names)) == [3]
+        assert asyncio.run(watched("red", server.address)) == set(names)
+        assert asyncio.run(watched("blue", server.address)) == set(names[:2])
+        for key in (b"", bytes(241)):
+            with pytest.raises(InvalidRequestError, match="1 to 240 bytes"):
+                blue.lease([key]).result()
+        # What is handed over on purpose goes to whoever gets the handle.
+        given = blue.accept(red.hand_off(lease).result()).result()
+        np.testing.assert_array_equal(fetch(blue, given, 3)[1], ours)
 
 
 def test_who_may_read_the_pool_sees_all_of_it_and_can_write_none(tmp_path: Path) -> None:

@@ -93,6 +93,8 @@ def read_config(text: str) -> ProcessConfig:
         if "address" in listen:
             raise ConfigError(f"staging.address: expected it without server.address, got {staging['address']!r}")
         listen["address"] = staging.pop("address")
+    if staging.get("tenants", "one") != "one" and tls is None:
+        raise ConfigError("staging.tenants: expected [tls], since a tenant is the name in a certificate")
     server = build(ServerConfig, "server", listen, tls=tls, max_message_bytes=message_bytes)
     return ProcessConfig(
         staging=build(

@@ -20,7 +20,7 @@ from oasiskv.core.errors import (
     UnsupportedError,
 )
 from oasiskv.core.fingerprint import Fingerprint
-from oasiskv.core.lease_limits import MAX_KEY_BYTES, LeaseConfig
+from oasiskv.core.lease_limits import LeaseConfig
 from oasiskv.core.tiers import BlockStatus, Tier, Tiers
 from oasiskv.services.checksums import checksum, checksums
 from oasiskv.services.staging.changes import ChangeLog
@@ -28,13 +28,13 @@ from oasiskv.services.staging.directory import Directory, DirectoryConfig, Servi
 from oasiskv.services.staging.disk_file import DiskConfig, DiskFile
 from oasiskv.services.staging.disk_tier import DISK_ERRORS, DiskTier
 from oasiskv.services.staging.fabric import TRANSPORTS
+from oasiskv.services.staging.keys import TENANTS, check_key, check_keys
 from oasiskv.services.staging.memory import HUGE_PAGES, StagingMemory
 from oasiskv.services.staging.wiper import Wiper
 from oasiskv.services.threads import in_thread
 
 logger = logging.getLogger(__name__)
 
-MAX_KEYS = 65536
 LOCALITIES = ("auto", "remote")
 
 
@@ -74,6 +74,9 @@ class StagingConfig:
     successor: str = ""
     """`host:port` of the staging service that gets what is in memory when this one ends; empty for none."""
 
+    tenants: str = "one"
+    """`certificate` to keep the keys of peers with different names in their certificates apart; strict mode only."""
+
     disk: DiskConfig | None = None
     """The SSD tier; None to hold blocks in memory only."""
 
@@ -88,11 +91,18 @@ class StagingConfig:
         """
         if self.is_strict == bool(self.memory_socket):
             raise ConfigError("memory_socket: expected a path, or strict mode without one")
-        for name, words in (("transport", TRANSPORTS), ("locality", LOCALITIES), ("huge_pages", HUGE_PAGES)):
+        for name, words in (
+            ("transport", TRANSPORTS),
+            ("locality", LOCALITIES),
+            ("huge_pages", HUGE_PAGES),
+            ("tenants", TENANTS),
+        ):
             if getattr(self, name) not in words:
                 raise ConfigError(f"{name}: expected one of {', '.join(words)}, got {getattr(self, name)!r}")
         if not isinstance(self.successor, str) or (self.successor and ":" not in self.successor):
             raise ConfigError(f"successor: expected host:port, got {self.successor!r}")
+        if self.tenants != "one" and (not self.is_strict or self.successor):
+            raise ConfigError("tenants: expected strict mode without a successor, since both would mix tenants")
         if self.is_strict and self.transport not in ("auto", "none"):
             raise ConfigError(f"transport: expected none in strict mode, got {self.transport!r}")
         if self.locality == "remote" and self.transport == "shm":
@@ -472,21 +482,3 @@ class StagingService:
         if not self.leases.is_sealed(table[block_index]):
             raise InvalidRequestError(f"block_index: expected a sealed block, got {block_index}")
         return table[block_index]
-
-
-def check_key(block_key: bytes) -> None:
-    """Refuse a block key of a wrong length.
-
-    Raises:
-        InvalidRequestError: It is empty or too long.
-    """
-    if not 1 <= len(block_key) <= MAX_KEY_BYTES:
-        raise InvalidRequestError(f"block_key: expected 1 to {MAX_KEY_BYTES} bytes, got {len(block_key)}")
-
-
-def check_keys(block_keys: Sequence[bytes]) -> None:
-    """Refuse too many keys, or one of a wrong length; raises InvalidRequestError."""
-    if len(block_keys) > MAX_KEYS:
-        raise InvalidRequestError(f"block_keys: expected at most {MAX_KEYS}, got {len(block_keys)}")
-    for block_key in block_keys:
-        check_key(block_key)

@@ -1,7 +1,7 @@
 """Translates between the messages of the staging contract and `service`; decides nothing."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import grpc
@@ -13,7 +13,8 @@ from oasiskv.core.tiers import BlockStatus, Tier
 from oasiskv.protos.staging.v1 import staging_pb2 as pb
 from oasiskv.protos.staging.v1 import staging_pb2_grpc
 from oasiskv.services.staging.data_plane import DataPlane, until_ended
-from oasiskv.services.staging.service import Access, Part, PartRange, SealRequest, StagingService, check_keys
+from oasiskv.services.staging.keys import Tenants, check_keys
+from oasiskv.services.staging.service import Access, Part, PartRange, SealRequest, StagingService
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Staging"].full_name
 UNLIMITED = frozenset({f"/{SERVICE_NAME}/Watch", f"/{SERVICE_NAME}/Attach"})
@@ -47,6 +48,7 @@ class StagingServicer(staging_pb2_grpc.StagingServicer):
         self._service = service
         self._data_plane = data_plane
         self._leases = service.leases
+        self._tenants = Tenants(service.config.tenants)
 
     async def RegisterPeer(self, request: pb.RegisterPeerRequest, context: Context) -> pb.RegisterPeerResponse:
         if request.access not in ACCESS:
@@ -74,15 +76,17 @@ class StagingServicer(staging_pb2_grpc.StagingServicer):
 
     async def Seal(self, request: pb.SealRequest, context: Context) -> pb.SealResponse:
         blocks = [
-            SealRequest(block_index=block.block_index, block_key=block.block_key, checksums=block.checksums)
-            for block in request.blocks
+            SealRequest(block_index=block.block_index, block_key=key, checksums=block.checksums)
+            for block, key in zip(
+                request.blocks, self._inside(context, [one.block_key for one in request.blocks]), strict=True
+            )
         ]
         if request.HasField("columns"):
-            blocks += self._from_columns(request.columns)
+            blocks += self._from_columns(request.columns, self._inside(context, request.columns.block_keys))
         return pb.SealResponse(block_ids=await self._service.seal(request.peer_id, request.lease_id, blocks))
 
     async def Locate(self, request: pb.LocateRequest, context: Context) -> pb.LocateResponse:
-        held = self._service.locate(request.peer_id, request.block_keys)
+        held = self._service.locate(request.peer_id, self._inside(context, request.block_keys))
         return pb.LocateResponse(tiers=[TIERS[tier] for tier in held])
 
     async def Lease(self, request: pb.LeaseRequest, context: Context) -> pb.LeaseResponse:
@@ -90,8 +94,9 @@ class StagingServicer(staging_pb2_grpc.StagingServicer):
         statuses: list[BlockStatus] = []
         match request.WhichOneof("blocks"):
             case "keys":
+                keys = self._inside(context, request.keys.block_keys)
                 lease_id, block_ids, statuses = await self._service.lease(
-                    request.peer_id, request.keys.block_keys, request.min_blocks, ttl_s, request.wait_blocks
+                    request.peer_id, keys, request.min_blocks, ttl_s, request.wait_blocks
                 )
             case "handle":
                 lease_id, block_ids = self._leases.accept(request.peer_id, request.handle, request.min_blocks, ttl_s)
@@ -171,7 +176,7 @@ class StagingServicer(staging_pb2_grpc.StagingServicer):
 
     async def Find(self, request: pb.FindRequest, context: Context) -> pb.FindResponse:
         check_keys(request.block_keys)
-        holders, is_complete = await self._service.directory.find(request.block_keys)
+        holders, is_complete = await self._service.directory.find(self._inside(context, request.block_keys))
         return pb.FindResponse(
             holders=[
                 pb.Holder(
@@ -233,7 +238,7 @@ class StagingServicer(staging_pb2_grpc.StagingServicer):
             loop.call_later(LATE_WRITE_S if may_write else 0.0, self._leases.close_link, request.peer_id)
 
     async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncIterator[pb.WatchResponse]:
-        changes = self._service.changes
+        changes, prefix = self._service.changes, self._prefix(context)
         sequence = request.sequence if request.epoch == self._service.epoch else None
         while True:
             for change in changes.after(sequence):
@@ -241,25 +246,31 @@ class StagingServicer(staging_pb2_grpc.StagingServicer):
                     epoch=self._service.epoch,
                     sequence=change.sequence,
                     is_snapshot_start=change.is_snapshot_start,
-                    sealed_keys=change.sealed_keys,
-                    removed_keys=change.removed_keys,
+                    sealed_keys=self._tenants.outside(prefix, change.sealed_keys),
+                    removed_keys=self._tenants.outside(prefix, change.removed_keys),
                 )
                 sequence = change.sequence
             if sequence is not None:
                 await changes.wait(sequence)
 
-    def _from_columns(self, columns: pb.SealedColumns) -> list[SealRequest]:
+    def _prefix(self, context: Context) -> bytes:
+        return self._tenants.prefix(context.auth_context().get("x509_common_name"))
+
+    def _inside(self, context: Context, block_keys: Sequence[bytes]) -> Sequence[bytes]:
+        return self._tenants.inside(self._prefix(context), block_keys)
+
+    def _from_columns(self, columns: pb.SealedColumns, block_keys: Sequence[bytes]) -> list[SealRequest]:
         num_parts = self._service.config.fingerprint.num_parts
         num_blocks = len(columns.block_indices)
-        if len(columns.block_keys) != num_blocks:
-            raise InvalidRequestError(f"block_keys: expected {num_blocks}, got {len(columns.block_keys)}")
+        if len(block_keys) != num_blocks:
+            raise InvalidRequestError(f"block_keys: expected {num_blocks}, got {len(block_keys)}")
         if len(columns.checksums) != num_blocks * num_parts * 8:
             expected = num_blocks * num_parts * 8
             raise InvalidRequestError(f"checksums: expected {expected} bytes, got {len(columns.checksums)}")
         sums = np.frombuffer(columns.checksums, "<u8").astype(np.uint64).reshape(num_blocks, num_parts)
         return [
             SealRequest(block_index=block_index, block_key=block_key, checksums=row)
-            for block_index, block_key, row in zip(columns.block_indices, columns.block_keys, sums, strict=True)
+            for block_index, block_key, row in zip(columns.block_indices, block_keys, sums, strict=True)
         ]
 
     def _granted_ms(self, ttl_s: float) -> int:
