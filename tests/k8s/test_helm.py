@@ -376,7 +376,7 @@ def test_definitions_stay_and_the_next_release_takes_them(
     installer.check("install", "again", str(later), f"--namespace={namespace}")
 
 
-def test_an_upgrade_without_definitions_fails_says_why_and_leaves_nothing(
+def test_an_upgrade_without_definitions_fails_says_why_and_leaves_no_right_behind(
     installer: Helm, server: ApiServer, namespace: str, tmp_path: Path
 ) -> None:
     before = listed(server)
@@ -385,7 +385,10 @@ def test_an_upgrade_without_definitions_fails_says_why_and_leaves_nothing(
         assert installer.run("upgrade", "oasiskv", str(CHART), f"--namespace={namespace}").returncode
     assert printed[0].startswith("error: oasiskvservices.oasiskv.io: expected to be installed, got none; `helm show")
     installer.check("uninstall", "oasiskv", f"--namespace={namespace}")
-    assert listed(server) == before
+    job = f"Job {namespace}/oasiskv-definitions"  # kept for its log, for an hour
+    assert listed(server) == before | {job}
+    ttl = ("get", "job", "oasiskv-definitions", "-n", namespace, "-o", "jsonpath={.spec.ttlSecondsAfterFinished}")
+    assert server.check(*ttl) == "3600"
 
 
 def test_test_pods_ask_what_is_there(helm: Helm) -> None:

@@ -79,6 +79,7 @@ priorityClassName: {{ . }}
 {{- /* A pod that fails unless every one of `urls` answers with 2xx. */}}
 {{- define "oasiskv.test" -}}
 restartPolicy: Never
+activeDeadlineSeconds: 120
 automountServiceAccountToken: false
 {{ include "oasiskv.operator.pod" .root }}
 containers:
