@@ -7,10 +7,14 @@ from typing import Any
 
 import pytest
 
-from oasiskv.core.errors import EngineFailedError, PoolExhaustedError
+from oasiskv.core.errors import EngineFailedError, PeerUnavailableError, PoolExhaustedError
 from oasiskv.core.generation import Sampling
+from oasiskv.protos.prefill.v1 import prefill_pb2, prefill_pb2_grpc
+from oasiskv.services.clients.prefill import PrefillClient
 from oasiskv.services.decode import peers
 from oasiskv.services.decode.peers import Resolve, resolve
+from oasiskv.services.rpc.server import RpcServer, ServerConfig
+from oasiskv.services.rpc.testing import make_certificate, tls_files
 from oasiskv.services.testing_handover import FakePrefill, World, run_world
 
 PROMPT = list(range(100))
@@ -156,3 +160,32 @@ def test_an_address_stands_for_itself_and_a_name_for_one_family() -> None:
     assert asyncio.run(resolve("127.0.0.3", 7412)) == ["127.0.0.3:7412"]
     assert asyncio.run(resolve("::1", 7412)) == ["[::1]:7412"]
     assert len(asyncio.run(resolve("localhost", 7412))) == 1
+
+
+def test_a_service_behind_a_name_shows_a_certificate_of_the_name(tmp_path: Path) -> None:
+    authority = make_certificate(tmp_path, "authority")
+    make_certificate(tmp_path, "prefill.llm.svc", authority)
+    make_certificate(tmp_path, "decode", authority)
+    tls = tls_files(tmp_path, "decode")
+
+    class Service(prefill_pb2_grpc.PrefillServicer):
+        async def Stats(self, request: Any, context: Any) -> prefill_pb2.StatsResponse:
+            return prefill_pb2.StatsResponse(is_ready=True)
+
+    async def scenario() -> None:
+        def add(server: Any) -> None:
+            prefill_pb2_grpc.add_PrefillServicer_to_server(Service(), server)
+
+        listen = ServerConfig(address="127.0.0.2:0", tls=tls_files(tmp_path, "prefill.llm.svc"))
+        server = await RpcServer.start(listen, add, ())
+        try:
+            async with PrefillClient(f"127.0.0.2:{server.port}", tls=tls, tls_name="prefill.llm.svc") as named:
+                assert (await named.stats(10.0)).is_ready
+            for name in ("", "prefill.other.svc"):
+                async with PrefillClient(f"127.0.0.2:{server.port}", tls=tls, tls_name=name) as other:
+                    with pytest.raises(PeerUnavailableError):
+                        await other.stats(10.0)
+        finally:
+            await server.stop(0.0)
+
+    asyncio.run(scenario())

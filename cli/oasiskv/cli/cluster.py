@@ -29,6 +29,7 @@ class Cluster:
         environment: Of the children.
         show: Receives the lines that a person may want to see.
         is_verbose: Show every line as it is.
+        least_level: Of the lines that are shown of a service that listens.
         command: Returns what to run for a role and its file.
     """
 
@@ -39,6 +40,7 @@ class Cluster:
         show: Show,
         *,
         is_verbose: bool = False,
+        least_level: str = "INFO",
         command: "Callable[[str, Path], list[str]] | None" = None,
     ) -> None:
         """Prepare; nothing is started."""
@@ -46,6 +48,7 @@ class Cluster:
         self._environment = dict(environment)
         self._show = show
         self._is_verbose = is_verbose
+        self._least_level = least_level
         self._command = command or service_command
         self._width = max(len(process.name) for process in processes)
         self._servers: dict[str, Server] = {}
@@ -63,7 +66,7 @@ class Cluster:
                     self._environment,
                     self._prefixed(process.name),
                     is_verbose=self._is_verbose,
-                    log=ServiceLog(),
+                    log=ServiceLog(self._least_level),
                     stop_timeout_s=process.drain_s + STOP_TIMEOUT_S,
                 )
                 self._servers[process.name] = resources.enter_context(server)

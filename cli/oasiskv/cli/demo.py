@@ -12,16 +12,20 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from oasiskv.cli.client import Answer, ask, read_metrics
+from oasiskv.cli.cluster import Cluster
 from oasiskv.cli.launch import Launch, Request, check_port, environment, find_device, free_port, prepare, told_as
 from oasiskv.cli.offline import Offline
 from oasiskv.cli.serve import clock
 from oasiskv.cli.server import Server, stopped_by_sigterm
+from oasiskv.cli.services_file import file_for, split
 from oasiskv.core.errors import ConfigError, UnsupportedError
 from oasiskv.core.host_memory import size
 from oasiskv.core.needle import Needle, build_needle_prompt
+from oasiskv.engine.vllm.names import HANDOVER_DEVICES
 from oasiskv.engine.vllm.offline import Prompt
 
 DEFAULT_CONTEXT = 6325
@@ -71,6 +75,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("--budget-blocks", type=int, help="resident blocks; default an eighth of the context")
     parser.add_argument("--port", type=int, help="on loopback; default a free one")
     parser.add_argument("--text", type=Path, help="text to hide the fact in; default: Ruth and Samuel")
+    parser.add_argument(
+        "--services", action="store_true", help="prefill and decode as services of their own, with staging between them"
+    )
     parser.add_argument("--keep", action="store_true", help="go on serving afterwards, until ctrl-C")
     parser.add_argument("--verbose", action="store_true", help="show all of vLLM's log")
 
@@ -96,21 +103,35 @@ def run(args: argparse.Namespace) -> int:
     child = {**environment(device, 1, os.environ), "HF_HUB_OFFLINE": "1", "VLLM_HOST_IP": "127.0.0.1"}
     dense = Offline(_dense_engine(launch), [Prompt(token_ids=question.token_ids, max_tokens=ANSWER_TOKENS)], child)
     show = _say if args.verbose else clock(_say)
-    show("starting vLLM twice: a server with OasisKV, and a stock engine beside it")
-    server = Server(
-        launch.command(),
-        child,
-        show,
-        is_verbose=args.verbose,
+    has_services = args.services and device in HANDOVER_DEVICES
+    if args.services and not has_services:
+        _say(f"Requests are not handed over on {device} yet, so one server does everything.")
+    folder = TemporaryDirectory(prefix="oasiskv-")
+    server: Server | Cluster
+    if has_services:
+        show("starting vLLM three times: prefill and decode with OasisKV, and a stock engine beside them")
+        text = file_for(launch, "demo", f"127.0.0.1:{request.port}")
         # Anything less would stand in the middle of the answer.
-        least_level="WARNING",
-        address=("127.0.0.1", request.port),
-    )
-    with stopped_by_sigterm(), dense:
+        processes = split(text, Path(folder.name))
+        server = Cluster(processes, child, show, is_verbose=args.verbose, least_level="ERROR")
+    else:
+        show("starting vLLM twice: a server with OasisKV, and a stock engine beside it")
+        server = Server(
+            launch.command(),
+            child,
+            show,
+            is_verbose=args.verbose,
+            # Anything less would stand in the middle of the answer.
+            least_level="WARNING",
+            address=("127.0.0.1", request.port),
+        )
+    with stopped_by_sigterm(), folder, dense:
         if device != "cpu":
             reference = _reference(dense)
         with server:
             server.wait_ready()
+            if has_services:
+                show("ready")
             if device == "cpu":
                 # On a CPU stock vLLM answers while the server starts, which keeps one core busy at most.
                 with waiting("stock vLLM answers first, with everything resident"):
@@ -212,6 +233,9 @@ def table(
     yield row(f"the fact ({needle.number})", found(ours), found(reference))
     yield row("context, tokens", f"{len(question.token_ids):,}", f"{len(question.token_ids):,}")
     yield row("engine blocks held", f"{held:,.0f}", f"{dense:,.0f}")
+    if full := counts.get("oasiskv_handover_bytes_total", 0):
+        admitted = counts["oasiskv_admitted_bytes_total"]
+        yield row("KV at admission", size(int(admitted)), f"{size(int(full))}, all of it")
     yield row("first token, s", f"{ours.first_token_s:.2f}", f"{reference.first_token_s:.2f}")
     yield row("then tokens/s", f"{ours.tokens_per_s:.1f}", f"{reference.tokens_per_s:.1f}")
     yield ""
@@ -223,6 +247,9 @@ def table(
     yield f"of those fetched: late {count('late_blocks')}, wasted {count('wasted_blocks')}"
     load, store = (size(int(counts[f"oasiskv_{name}_bytes_total"])) for name in ("load", "store"))
     yield f"moved: {load} from host memory to the engine, {store} to host memory"
+    if full:
+        missed = counts["oasiskv_missed_bytes_total"]
+        yield f"from staging: {size(int(admitted))} at admission and {size(int(missed))} later, of {size(int(full))}"
 
 
 def _request(name: str, args: argparse.Namespace) -> Request:

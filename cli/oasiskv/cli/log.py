@@ -102,14 +102,18 @@ class LogReader:
 class ServiceLog:
     """Reads the log of a service of ours: its own lines, those of the engine in it, and its last word.
 
+    Args:
+        least_level: Of the lines that are shown once the service listens; of its engine's, WARNING at least.
+
     Attributes:
         is_ready: Set once the service listens.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, least_level: str = "INFO") -> None:
         """Start with nothing read."""
         self.is_ready = threading.Event()
-        self._engine = LogReader("WARNING")
+        self._levels = _LEVELS[_LEVELS.index(least_level) :]
+        self._engine = LogReader("WARNING" if least_level == "INFO" else least_level)
         self._error: str | None = None
 
     @property
@@ -122,6 +126,8 @@ class ServiceLog:
         if (own := _SERVICE_LINE.fullmatch(line)) is not None:
             is_plain = own["level"] in ("DEBUG", "INFO")
             if is_plain and not own["logger"].startswith("oasiskv."):
+                return None
+            if self.is_ready.is_set() and own["level"] not in self._levels:
                 return None
             return own["text"] if is_plain else f"{own['level']} {own['text']}"
         if (error := _SERVICE_ERROR.fullmatch(line)) is not None:

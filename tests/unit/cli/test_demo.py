@@ -27,13 +27,13 @@ COUNTS = {
 SHAPE = {"num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 64, "max_position_embeddings": 4096}
 
 
-def lines(tmp_path: Path, ours: str) -> list[str]:
+def lines(tmp_path: Path, ours: str, **more: float) -> list[str]:
     (tmp_path / "config.json").write_text(json.dumps(SHAPE))
     launch = prepare(Request(model=str(tmp_path)), "cpu", print)
     question = Question(needle=Needle(), content="", token_ids=list(range(6200)))
     sparse = Reply(text=ours, first_token_s=10.0, tokens_per_s=3.0)
     dense = Reply(text="It is 48213.", first_token_s=0.04, tokens_per_s=4.0)
-    counts = {f"oasiskv_{name}_total": value for name, value in COUNTS.items()}
+    counts = {f"oasiskv_{name}_total": value for name, value in (COUNTS | more).items()}
     return list(table(launch, question, sparse, dense, counts))
 
 
@@ -48,6 +48,14 @@ def test_the_table_has_every_number_of_both_engines(tmp_path: Path) -> None:
     assert "blocks predicted 100 = hit 70 + fetched 20 + deferred 10, over 12 sparse steps" in text
     assert "late 3, wasted 2" in text
     assert "moved: 3.0 MiB from host memory to the engine, 2.0 GiB to host memory" in text
+
+
+def test_the_table_says_what_came_from_staging_where_services_share_the_work(tmp_path: Path) -> None:
+    moved = {"handover_bytes": 8 * 2**20, "admitted_bytes": 2**20, "missed_bytes": 2**21}
+    found = lines(tmp_path, "It is 48213.", **moved)
+    assert ["KV", "at", "admission", "1.0", "MiB", "8.0", "MiB,", "all", "of", "it"] in [line.split() for line in found]
+    assert "from staging: 1.0 MiB at admission and 2.0 MiB later, of 8.0 MiB" in found
+    assert "admission" not in "".join(lines(tmp_path, "It is 48213."))
 
 
 def test_a_missed_fact_is_said(tmp_path: Path) -> None:

@@ -5,55 +5,23 @@ import asyncio
 import contextlib
 import json
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 import uvicorn
 from fastapi import APIRouter
-from starlette.responses import JSONResponse
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.entrypoints.launchers.launcher import NoSignalServer
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from oasiskv.core.errors import ConfigError, OasisError, PeerUnavailableError, PoolExhaustedError
+from oasiskv.core.errors import ConfigError
+from oasiskv.engine.vllm.gate import Gate
 from oasiskv.engine.vllm.served import ServedEngine
 
 CLOSE_S = 2
 """Seconds that answers get to end when the server closes; a drain comes before that."""
-
-STATUS: dict[type[OasisError], int] = {PeerUnavailableError: 503, PoolExhaustedError: 429}
-"""Of a request that is refused before it begins."""
-
-Handler = Callable[[Any, Any, Any], Awaitable[None]]
-
-
-class Gate:
-    """Refuses what is sent while nothing is taken, before vLLM sees it; what is only asked for is answered.
-
-    Args:
-        app: Whom it stands before.
-        check_room: Raises what a new request is refused with.
-    """
-
-    def __init__(self, app: Handler, check_room: Callable[[], None]) -> None:
-        self._app = app
-        self._check_room = check_room
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Answer one request."""
-        if scope["type"] == "http" and scope["method"] == "POST":
-            try:
-                self._check_room()
-            except OasisError as error:
-                name, code = type(error).__name__, STATUS.get(type(error), 500)
-                body: dict[str, Any] = {"error": str(error), "type": name}  # as the Open Inference Protocol has it
-                if not scope["path"].startswith("/v2/"):
-                    body = {"error": {"message": str(error), "type": name, "param": None, "code": code}}
-                await JSONResponse(body, code, {"Retry-After": "1"})(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
 
 
 @contextlib.asynccontextmanager
@@ -85,7 +53,7 @@ async def http_server(
     except OSError as cause:
         raise ConfigError(f"http_address: expected one that is free, got {address!r}") from cause
     with listener:
-        args = _arguments(engine.llm.model_config.model, model_name, arguments or {})
+        args = server_arguments(engine.llm.model_config.model, model_name, arguments or {})
         tasks = await engine.llm.get_supported_tasks()
         app = build_app(args, tasks, engine.llm.model_config)
         for router in routers:
@@ -104,8 +72,17 @@ async def http_server(
             await running
 
 
-def _arguments(model: str, model_name: str, others: Mapping[str, Any]) -> argparse.Namespace:
-    """Return the options of vLLM's server; those of the engine among them have no effect."""
+def server_arguments(model: str, model_name: str, others: Mapping[str, Any]) -> argparse.Namespace:
+    """Return the options of vLLM's server; those of the engine among them have no effect.
+
+    Args:
+        model: As the engine has it.
+        model_name: What requests call it; empty for the same.
+        others: Options by their names.
+
+    Raises:
+        ConfigError: vLLM does not take one.
+    """
     words = ["--model", model, *(["--served-model-name", model_name] if model_name else [])]
     for name, value in others.items():
         flag = f"--{name.replace('_', '-')}"

@@ -159,8 +159,8 @@ class Peers:
             if (peer := self._peers.get(address)) is not None:
                 peer.is_gone = False
                 continue
-            # Certificates are of the name, not of the address.
-            client = PrefillClient(address, tls=self._tls, tls_name=host)
+            # Certificates are of the name, not of what it stands for.
+            client = PrefillClient(address, tls=self._tls, tls_name=host if address != name else "")
             peer = self._peers[address] = Peer(client, name)
             watch = asyncio.create_task(self._watch(address, peer))
             self._watches.add(watch)

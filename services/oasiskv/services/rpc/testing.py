@@ -15,7 +15,7 @@ from oasiskv.core.service_config import TlsConfig
 def make_certificate(
     folder: Path, name: str, authority: "tuple[Any, Any] | None" = None, days: int = 1
 ) -> tuple[Any, Any]:
-    """Write `name.pem` and `name.key`: a certificate for 127.0.0.1, or an authority if none is given."""
+    """Write `name.pem` and `name.key`: a certificate for 127.0.0.1 and the name, or an authority if none is given."""
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
     issuer, issuer_key = (subject, key) if authority is None else (authority[0].subject, authority[1])
@@ -25,7 +25,10 @@ def make_certificate(
         .not_valid_before(now - datetime.timedelta(days=9))
         .not_valid_after(now + datetime.timedelta(days=days))
         .add_extension(x509.BasicConstraints(ca=authority is None, path_length=None), critical=True)
-        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False)
+        .add_extension(
+            x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1")), x509.DNSName(name)]),
+            critical=False,
+        )
         .sign(issuer_key, hashes.SHA256())
     )
     (folder / f"{name}.pem").write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
