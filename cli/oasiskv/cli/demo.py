@@ -20,7 +20,7 @@ from oasiskv.cli.cluster import Cluster
 from oasiskv.cli.launch import Launch, Request, check_port, environment, find_device, free_port, prepare, told_as
 from oasiskv.cli.offline import Offline
 from oasiskv.cli.serve import clock
-from oasiskv.cli.server import Server, stopped_by_sigterm
+from oasiskv.cli.server import Server, Show, stopped_by_sigterm
 from oasiskv.cli.services_file import file_for, split
 from oasiskv.core.errors import ConfigError, UnsupportedError
 from oasiskv.core.host_memory import size
@@ -106,28 +106,15 @@ def run(args: argparse.Namespace) -> int:
     has_services = args.services and device in HANDOVER_DEVICES
     if args.services and not has_services:
         _say(f"Requests are not handed over on {device} yet, so one server does everything.")
-    folder = TemporaryDirectory(prefix="oasiskv-")
-    server: Server | Cluster
-    if has_services:
-        show("starting vLLM three times: prefill and decode with OasisKV, and a stock engine beside them")
-        text = file_for(launch, "demo", f"127.0.0.1:{request.port}")
-        # Anything less would stand in the middle of the answer.
-        processes = split(text, Path(folder.name))
-        server = Cluster(processes, child, show, is_verbose=args.verbose, least_level="ERROR")
-    else:
-        show("starting vLLM twice: a server with OasisKV, and a stock engine beside it")
-        server = Server(
-            launch.command(),
-            child,
-            show,
-            is_verbose=args.verbose,
-            # Anything less would stand in the middle of the answer.
-            least_level="WARNING",
-            address=("127.0.0.1", request.port),
-        )
-    with stopped_by_sigterm(), folder, dense:
+    number = "three times: prefill and decode" if has_services else "twice: a server"
+    show(f"starting vLLM {number} with OasisKV, and a stock engine beside")
+    with TemporaryDirectory(prefix="oasiskv-") as folder, stopped_by_sigterm(), dense:
         if device != "cpu":
             reference = _reference(dense)
+        if has_services:
+            server: Server | Cluster = _services(launch, request.port, Path(folder), child, show, args.verbose)
+        else:
+            server = _server(launch, request.port, child, show, args.verbose)
         with server:
             server.wait_ready()
             if has_services:
@@ -153,6 +140,27 @@ def run(args: argparse.Namespace) -> int:
         hint = "" if is_reference_found else "; nor did stock vLLM: take another --context or --model"
         print(f"error: answer: expected {question.needle.number} in it, got {ours.text!r}{hint}", file=sys.stderr)
     return 0 if is_found else 1
+
+
+def _server(launch: Launch, port: int, child: Mapping[str, str], show: Show, is_verbose: bool) -> Server:
+    """Return one server that prefills and decodes."""
+    return Server(
+        launch.command(),
+        child,
+        show,
+        is_verbose=is_verbose,
+        # Anything less would stand in the middle of the answer.
+        least_level="WARNING",
+        address=("127.0.0.1", port),
+    )
+
+
+def _services(
+    launch: Launch, port: int, folder: Path, child: Mapping[str, str], show: Show, is_verbose: bool
+) -> Cluster:
+    """Return services that share the same work, each as large as the one server."""
+    processes = split(file_for(launch, "demo", f"127.0.0.1:{port}"), folder)
+    return Cluster(processes, child, show, is_verbose=is_verbose, least_level="ERROR")
 
 
 def make_question(launch: Launch, num_tokens: int, path: Path | None) -> Question:
