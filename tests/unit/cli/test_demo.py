@@ -2,11 +2,16 @@
 
 import itertools
 import json
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any, Self
 
 import pytest
 
-from oasiskv.cli import demo
+from oasiskv.cli import demo, main
 from oasiskv.cli.demo import Question, Reply, find_text, table
 from oasiskv.cli.launch import Request, prepare
 from oasiskv.core.needle import Needle
@@ -89,3 +94,83 @@ def test_both_engines_capture_graphs_on_a_gpu_and_neither_on_a_cpu(device: str, 
 
 def test_the_committed_text_is_found() -> None:
     assert len(find_text().read_text()) > 100_000
+
+
+class FakeServer(BaseHTTPRequestHandler):
+    """Streams the right answer, and counts it."""
+
+    num_answers = 0
+
+    def do_GET(self) -> None:
+        counts = dict.fromkeys(COUNTS, 0.0) | {"finished_requests": 0.0, "late_layers": 0.0}
+        if type(self).num_answers:
+            counts |= COUNTS | {"finished_requests": 1.0}
+        self.answer("".join(f"oasiskv_{name}_total {value}\n" for name, value in counts.items()))
+
+    def do_POST(self) -> None:
+        type(self).num_answers += 1
+        piece = {"choices": [{"delta": {"content": "It is 48213."}}]}
+        usage = {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 4}}
+        self.answer("".join(f"data: {json.dumps(event)}\n\n" for event in (piece, usage)) + "data: [DONE]\n\n")
+
+    def answer(self, text: str) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+class FakeCluster:
+    """In the place of a server or of services."""
+
+    def __init__(self, port: int) -> None:
+        self.http = HTTPServer(("127.0.0.1", port), FakeServer)
+        self.thread = threading.Thread(target=self.http.serve_forever)
+
+    def __enter__(self) -> Self:
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.http.shutdown()
+        self.http.server_close()
+        self.thread.join()
+
+    def wait_ready(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("device", "flags", "what"),
+    [("cpu", [], "server"), ("cpu", ["--services"], "services"), ("cuda", ["--services"], "server")],
+)
+def test_both_engines_are_asked_and_services_share_the_work_where_requests_are_handed_over(
+    device: str, flags: list[str], what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE | {"max_position_embeddings": 8192}))
+    monkeypatch.setattr(FakeServer, "num_answers", 0)
+    monkeypatch.setattr(demo, "find_device", lambda: device)
+    monkeypatch.setattr(demo, "SETTLE_POLL_S", 0.01)
+    question = Question(needle=Needle(), content="where", token_ids=list(range(6325)))
+    monkeypatch.setattr(demo, "make_question", lambda *_: question)
+    reply = Reply(text="It is 48213.", first_token_s=1.0, tokens_per_s=2.0)
+    monkeypatch.setattr(demo, "_reference", lambda dense: reply)
+    monkeypatch.setattr(demo, "Offline", lambda *_: nullcontext())
+    used = []
+
+    def start(name: str) -> Callable[..., FakeCluster]:
+        def started(launch: object, port: int, *_: object) -> FakeCluster:
+            used.append(name)
+            return FakeCluster(port)
+
+        return started
+
+    monkeypatch.setattr(demo, "_server", start("server"))
+    monkeypatch.setattr(demo, "_services", start("services"))
+    assert main.main(["run", str(tmp_path), *flags]) == 0
+    assert used == [what]
+    told = capsys.readouterr()
+    assert "the fact (48213)" in told.out
+    assert ("not handed over on cuda" in told.err) == (device == "cuda")
