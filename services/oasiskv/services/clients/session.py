@@ -353,15 +353,18 @@ class StagingSession:
                 if not await self._is_known():
                     return
                 if self._link_is_lost:
+                    self._link_is_lost = False  # tried once; where it cannot be had, bytes go by stream from now on
                     await self._reopen(*await self._choose_path())
             except PeerUnavailableError as error:
                 logger.warning("staging at %s: leases are not renewed: %s", self._config.address, error)
                 wait_s = min(wait_s, AWAY_S)
                 with contextlib.suppress(ConfigError):
-                    await self._client.refresh()
+                    self._client.refresh()
             except OasisError as error:
                 logger.warning("staging at %s: leases are not renewed: %s", self._config.address, error)
                 wait_s = min(wait_s, AWAY_S)
+            except Exception:  # whatever it is, the leases of a living process must not lapse by it
+                logger.exception("staging at %s: leases are not renewed by a bug", self._config.address)
 
     async def _is_known(self) -> bool:
         """Renew all leases, and return whether there is a peer, this one or a new one in its place."""

@@ -68,7 +68,7 @@ class StagingClient:
         self.stub = staging_pb2_grpc.StagingStub(self.channel)
         """For calls that have no method here; through `call`."""
 
-    async def refresh(self) -> None:
+    def refresh(self) -> None:
         """Connect anew if this process's certificate was replaced: a connection that broke would come with the old one.
 
         Raises:
@@ -77,7 +77,8 @@ class StagingClient:
         if self._tls is not None and signature(self._tls) != self._files:
             before = self.channel
             self._connect()
-            await before.close()
+            # What is under way may end; closing would cancel whoever waits for it.
+            self._closing = asyncio.create_task(before.close(self._timeout_s))
 
     async def __aenter__(self) -> Self:
         return self
