@@ -64,7 +64,7 @@ class ControlPlane(ApiServer):
         super().start()
         self.check("create", "namespace", SYSTEM)
         self.put([_kserve_config(), *self._kserve_definitions()])
-        self.check("wait", "--for=condition=established", f"--timeout={START_S}s", "crd", "--all")
+        self.wait_for_kinds()
         # After the definitions: the garbage collector looks for new kinds only every 30 s.
         self._run(
             "kube-controller-manager",
@@ -106,7 +106,7 @@ class ControlPlane(ApiServer):
         self.put(
             [self._real(f"optional/{group}_{plural}.yaml") or _definition(group, plural, kind, version, "Namespaced")]
         )
-        self.check("wait", "--for=condition=established", f"--timeout={START_S}s", f"crd/{plural}.{group}")
+        self.wait_for_kinds()
 
     def get(self, *arguments: str) -> Any:
         """Return what kubectl prints as JSON."""
