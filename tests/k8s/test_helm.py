@@ -139,7 +139,7 @@ def server(binaries: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
             made.check("create", "namespace", name)
         items = [stand_in("PodMonitor"), stand_in("PrometheusRule")]
         made.check("apply", "-f", "-", put={"apiVersion": "v1", "kind": "List", "items": items})
-        made.check("wait", "--for=condition=established", "crd", "--all", "--timeout=60s")
+        made.wait_for_kinds()
         yield made
     finally:
         made.stop()
