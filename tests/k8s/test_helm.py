@@ -20,6 +20,8 @@ from oasiskv.operator.testing import SPEC
 from oasiskv.operator.testing_helm import CHART, Helm, helms, older, running_job
 from oasiskv.operator.testing_server import ApiServer
 
+# A busy API server has taken 50 s to let go of a definition.
+pytestmark = pytest.mark.timeout(240)
 MONITORING = ["monitoring.podMonitor=true", "monitoring.rules=true", "monitoring.dashboards.enabled=true"]
 MODES: dict[str, list[str]] = {
     "as it is": [],
