@@ -38,8 +38,7 @@ class State:
         self.host_table = distinct(3 * shape.max_blocks, 3 * shape.max_blocks, random, "cuda").view(3, -1)
         self.query = numbers((3, heads * shape.group, shape.head_dim), random, shape)
         sources = places[:, -1].tolist()
-        self.rows = step_rows([(2, 60, 5, sources[2]), (-1, 0, 5, -1), (0, 90, 5, -1)], "cuda")
-        self.cap = torch.tensor([4, 0, 6], dtype=torch.int32, device="cuda")
+        self.rows = step_rows([(2, 60, 5, sources[2]), (-1, 0, 5, -1), (0, 90, 5, -1)], "cuda", caps=[6, 0, 4])
         self.resident = torch.stack([distinct(32, 59, random, "cuda") for _ in range(3 * heads)]).view(3, heads, 32)
         self.stamp = torch.full_like(self.resident, 8)
         self.plan = torch.full((3, heads, 6, 2), -7, dtype=torch.int32, device="cuda")
@@ -53,7 +52,7 @@ class State:
         query, rows, layout = self.query, self.rows, self.layout
         found = (self.blocks, self.scores)
         source = (self.units, 1, self.kv_cache)
-        chosen = (*found, rows, self.cap, *state, self.plan, self.counters)
+        chosen = (*found, rows, *state, self.plan, self.counters)
         if plainly:
             complete_reference.complete(
                 self.kv_cache, self.units, 1, rows, *state, *tables, self.counters, layout, 1

@@ -18,7 +18,7 @@ TABLE = torch.arange(8, dtype=torch.int32).view(2, 4)
 def arguments_of(name: str) -> tuple[Any, ...]:
     shape = Shape(num_requests=2, budget=3)
     cache, units = torch.randn(8, *shape.unit), torch.randn(8, 2, *shape.unit)
-    rows = step_rows([(1, 4, 2, 6), (-1, 0, 0, -1)], "cpu")
+    rows = step_rows([(1, 4, 2, 6), (-1, 0, 0, -1)], "cpu", caps=[2, 2])
     blocks, scores = torch.zeros(2, 2, 3, dtype=torch.int32), torch.zeros(2, 2, 3)
     blocks[:] = torch.tensor([3, 1, 2])
     state = TABLE[:, None, :3].repeat(1, 2, 1).contiguous()
@@ -29,7 +29,7 @@ def arguments_of(name: str) -> tuple[Any, ...]:
             torch.randn(2, 4, 64), rows, cache, TABLE, blocks, scores, True, 0.0, "max", 1.0, 1,
         ),
         "select": (
-            blocks, scores, rows, torch.tensor([2, 2], dtype=torch.int32), state, state.clone(), plan, counters(shape),
+            blocks, scores, rows, state, state.clone(), plan, counters(shape),
         ),
         "transfer": (units, 1, cache, plan, rows, TABLE, TABLE[:, :3]),
         "store": (cache, TABLE[0], units, 1, TABLE[1]),

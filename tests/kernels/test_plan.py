@@ -58,6 +58,7 @@ def a_step(
         "rows_per_page": rows_per_page,
         "block_size": block_size,
         "step": 17,
+        "cap": 5,
     }
 
 
@@ -82,6 +83,7 @@ def oracle(step: dict[str, Any]) -> list[dict[str, Any]]:
                     complete,
                     step["step"],
                     table[newest] if sparse and complete > known[slot] else -1,
+                    step["cap"],
                 ],
                 "blocks": blocks,
                 "len": length - (complete - budget) * size if sparse else length,

@@ -32,8 +32,7 @@ def a_step(shape: Shape, predicted: list[int | None], seed: int, *, cap: int, ma
     arguments = {
         "blocks": blocks,
         "scores": scores,
-        "rows": step_rows(rows, "cpu"),
-        "cap": torch.full((num_requests,), cap, dtype=torch.int32),
+        "rows": step_rows(rows, "cpu", caps=[cap + row for row in range(num_rows)]),
         "resident": resident,
         "stamp": torch.randint(0, 18, resident.shape, generator=random).int(),
         "plan": torch.full((num_rows, heads, max_cap, 2), 12345, dtype=torch.int32),
@@ -54,7 +53,7 @@ def oracle(arguments: dict[str, Any]) -> Outcome:
     """What must come out, one block at a time."""
     out = Outcome(**{name: arguments[name].tolist() for name in ("resident", "stamp", "plan", "counters")})
     blocks, scores = arguments["blocks"].tolist(), arguments["scores"].tolist()
-    for row, (request, _, step, _) in enumerate(arguments["rows"].tolist()):
+    for row, (request, _, step, _, cap) in enumerate(arguments["rows"].tolist()):
         for head in range(len(out.counters)):
             plan = out.plan[row][head]
             plan[:] = [[-1, -1] for _ in plan]
@@ -68,7 +67,7 @@ def oracle(arguments: dict[str, Any]) -> Outcome:
                     stamp[slot] = stamp_of(step)
             missing = sorted((pair for pair in predicted if pair[0] not in held), key=lambda pair: (-pair[1], pair[0]))
             victims = sorted((s for s in range(len(held)) if held[s] not in wanted), key=lambda s: (stamp[s] // 2, s))
-            room = max(0, min(int(arguments["cap"][request]), len(plan)))
+            room = max(0, min(cap, len(plan)))
             admitted = missing[:room]
             for i, ((block, _), slot) in enumerate(zip(admitted, victims, strict=False)):
                 count[Counter.WASTED] += stamp[slot] & FRESH
@@ -149,7 +148,7 @@ def test_uncapped_the_working_set_becomes_the_predicted_set(implementation: str,
     [
         ({"blocks": torch.zeros(3, 2, 4, dtype=torch.int64)}, "^blocks: expected torch.int32, got torch.int64"),
         ({"scores": torch.zeros(3, 2, 5)}, r"^scores: expected shape \[3, 2, 4\], got \[3, 2, 5\]"),
-        ({"cap": torch.zeros(4, dtype=torch.int32)}, r"^resident: expected shape \[4, 2, 4\], got \[5, 2, 4\]"),
+        ({"resident": torch.zeros(5, 2, 3, dtype=torch.int32)}, r"^resident: expected shape \[\*, 2, 4\], got"),
         ({"stamp": torch.zeros(5, 2, 4)}, "^stamp: expected torch.int32, got torch.float32"),
         ({"plan": torch.zeros(3, 2, 5, 2, dtype=torch.int32)}, "^plan: expected room for 1 to 4 admissions, got 5"),
         ({"counters": torch.zeros(2, 5, dtype=torch.int64)}, r"^counters: expected shape \[2, 6\], got \[2, 5\]"),

@@ -55,7 +55,7 @@ tables = ids(slots, budget), ids(slots, 5), ids(slots, 65)
 resident, stamp = ids(layers, slots, 3, budget), ids(layers, slots, 3, budget)
 chosen, blocks, scores = ids(slots, 3, 4, 2), ids(slots, 3, budget), torch.zeros(slots, 3, budget)
 rows, query = ids(slots, len(Row)), torch.zeros(slots, 9, 64).bfloat16()
-counts, cap = torch.stack([counters(shape)] * layers), ids(slots)
+counts = torch.stack([counters(shape)] * layers)
 for n in (1, 2, 3, 4, 15, 16, 17, 32):
     for first in range(5):
         for layer in (0, 1, 2, 3, 16):
@@ -66,7 +66,7 @@ for n in (1, 2, 3, 4, 15, 16, 17, 32):
     plan.plan(
         torch.zeros(len(Given), n, dtype=torch.int32), ids(n + 1), ids(n), ids(slots, 70)[:n], ids(slots), tables[1],
         ids(slots)[:n], ids(slots)[:n], ids(slots)[:n], rows[:n], ids(slots, 70)[:n], ids(slots)[:n],
-        budget, 16, 16, n,
+        budget, 16, 16, n, n,
     )
     for layer in (0, 1, 2, 3, 16):
         here = resident[layer], stamp[layer]
@@ -75,7 +75,7 @@ for n in (1, 2, 3, 4, 15, 16, 17, 32):
             complete.complete(cache, pool, layer, rows[:n], *here, *tables, counts[layer], shape.layout, 1)
             transfer.transfer(pool, layer, cache, chosen[:n], rows[:n], tables[2], tables[0])
         predict.predict(query, rows[:n], cache, tables[1], blocks[:n], scores[:n], shape.layout, 0.25, "max", 0.1, 1)
-        select.select(blocks[:n], scores[:n], rows[:n], cap, *here, chosen, counts[layer])
+        select.select(blocks[:n], scores[:n], rows[:n], *here, chosen, counts[layer])
 
 
 def fill(query, row, staging, pages, out, scores, **settings):
@@ -87,7 +87,7 @@ switch.predict, switch.summarize = fill, summarize.summarize
 config, staging = LookaheadConfig(budget_blocks=budget), torch.zeros(5, *shape.unit).bfloat16()
 for n in (9, 12, 16, 17, 33, 60):
     switch.switch_layer(
-        cache, torch.arange(n).int(), torch.tensor([[0, n, 0, -1]]).int(), torch.arange(-(-n // 16)).int(),
+        cache, torch.arange(n).int(), torch.tensor([[0, n, 0, -1, 0]]).int(), torch.arange(-(-n // 16)).int(),
         query[n % 5], staging, resident[0, 0],
         layout=shape.layout, config=config, scale=0.1,
     )

@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     config = launch.plan.config
     print(
         f"model     {launch.model.path}; {args.windows} windows of {args.context} tokens, "
-        f"{args.steps} forced steps each; budget {config.budget_blocks} blocks, cap {config.cap}",
+        f"{args.steps} forced steps each; budget {config.budget_blocks} blocks, cap {config.first_cap}",
         flush=True,
     )
     sparse, scores = _measure(launch, prompts, device)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Protocol
 
-from oasiskv.cli import bench, demo, doctor, evaluate, model, serve, trace, up
+from oasiskv.cli import bench, cap, demo, doctor, evaluate, model, serve, trace, up
 from oasiskv.core.errors import OasisError
 
 EXIT_ERROR = 2
@@ -35,6 +35,7 @@ class Command(Protocol):
 COMMANDS: MappingProxyType[str, Command] = MappingProxyType(
     {
         "bench": bench,
+        "cap": cap,
         "doctor": doctor,
         "eval": evaluate,
         "model": model,

@@ -216,7 +216,7 @@ class Plan:
         )
         yield (
             f"budget   {config.budget_blocks} blocks of {pools.block_size} tokens per layer and KV head "
-            f"({config.budget_blocks * pools.block_size:,} tokens), at most {config.cap} fetched a step"
+            f"({config.budget_blocks * pools.block_size:,} tokens), at most {config.first_cap} fetched a step"
         )
         units = " as fp8" if config.host_dtype == "fp8" else ""
         each = f"a worker, {pools.num_workers} workers" if pools.num_workers > 1 else ""

@@ -182,7 +182,7 @@ def _rounds(args: argparse.Namespace, engine: Row, context: int, counts: Sequenc
             "context": context,
             "requests": list(counts),
             "num_tokens": args.tokens,
-            "cap": None if settings is None else LookaheadConfig.from_mapping(settings).cap,
+            "cap": None if settings is None else LookaheadConfig.from_mapping(settings).first_cap,
             "results": str(results),
         }
         Path(folder, "job.json").write_text(json.dumps(job))

@@ -42,6 +42,17 @@ class LookaheadConfig:
     min_cap: int = 4
     """Least number of blocks that a KV head may fetch per step: a small budget suffers from a cap of 1 or 2."""
 
+    cap: Literal["auto"] | int | None = None
+    """Blocks that a KV head may fetch per step: a number; or "auto", as many as the host link carries beside each step,
+    from min_cap to max_cap; or None, fetch_ratio of the budget and min_cap at least."""
+
+    max_cap: int = 32
+    """Most blocks that a KV head may fetch per step where cap is "auto"; the more it allows, the longer a transfer
+    looks for what it fetches."""
+
+    cap_log: str | None = None
+    """Folder for the log of an "auto" cap, a file per worker process, which `oasiskv cap replay` reads."""
+
     score_alpha: float = 0.25
     """Weight of a block's half width in its score: 1 is an upper bound of every product with its keys, but ranks
     worse."""
@@ -90,6 +101,9 @@ class LookaheadConfig:
     """Hold every transfer back until this many more layers have run, or its reader waits. None never
     holds. For tests."""
 
+    debug_cap_replay: str | None = None
+    """Log whose caps an "auto" cap takes again, step by step, the last one after its end. For tests."""
+
     debug_poison: bool = False
     """Overwrite a slot with huge values from its selection until its transfer, so that a reader in between shows.
     For tests."""
@@ -105,6 +119,7 @@ class LookaheadConfig:
             object.__setattr__(self, "host_limit_bytes", parse_bytes(self.host_limit_bytes, "host_limit_bytes"))
         self._check_int("budget_blocks", 1)
         self._check_int("min_cap", 1)
+        self._check_int("max_cap", 1)
         self._check_int("sink_blocks", 0)
         if self.debug_hold_layers is not None:
             self._check_int("debug_hold_layers", 0)
@@ -126,6 +141,7 @@ class LookaheadConfig:
         for name in ("debug_verify", "debug_poison"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}: expected True or False, got {getattr(self, name)!r}")
+        self._check_cap()
         if self.sink_blocks >= self.budget_blocks:
             raise ConfigError(
                 f"sink_blocks: expected fewer than budget_blocks ({self.budget_blocks}), got {self.sink_blocks}"
@@ -138,12 +154,38 @@ class LookaheadConfig:
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ConfigError(f"{name}: expected an integer of at least {least}, got {value!r}")
 
+    def _check_cap(self) -> None:
+        is_number = isinstance(self.cap, int) and not isinstance(self.cap, bool)
+        if not (self.cap is None or self.cap == "auto" or (is_number and int(self.cap) >= 1)):
+            raise ConfigError(f"cap: expected 'auto', an integer of at least 1 or None, got {self.cap!r}")
+        if self.cap is not None and self.handover_mode == "partial":
+            raise ConfigError(f"cap: expected None with handover_mode 'partial', which lifts it, got {self.cap!r}")
+        for name in ("cap_log", "debug_cap_replay"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or not value):
+                raise ConfigError(f"{name}: expected a path or None, got {value!r}")
+            if value is not None and self.cap != "auto":
+                raise ConfigError(f"{name}: expected None unless cap is 'auto', got {value!r}")
+
     @property
-    def cap(self) -> int:
-        """Blocks that a KV head may fetch per step."""
+    def first_cap(self) -> int:
+        """Blocks that a KV head may fetch per step, at first if that changes."""
         if self.handover_mode == "partial":
             return self.budget_blocks
-        return min(max(self.min_cap, int(self.fetch_ratio * self.budget_blocks)), self.budget_blocks)
+        if isinstance(self.cap, int):
+            return min(self.cap, self.budget_blocks)
+        cap = min(max(self.min_cap, int(self.fetch_ratio * self.budget_blocks)), self.budget_blocks)
+        return cap if self.cap is None else min(cap, self.max_cap)
+
+    @property
+    def least_cap(self) -> int:
+        """The least that the cap may become."""
+        return min(self.min_cap, self.first_cap) if self.cap == "auto" else self.first_cap
+
+    @property
+    def most_cap(self) -> int:
+        """The most that the cap may become."""
+        return min(self.max_cap, self.budget_blocks) if self.cap == "auto" else self.first_cap
 
     def within(self, max_blocks: int) -> Self:
         """Return the same with a budget of at most `max_blocks`, those of the longest request.

@@ -96,7 +96,7 @@ class DeviceSpeed:
             block_ms=1e3 * block_bytes / self.memory_bytes_per_s,
             sparse_ms=self.sparse_layer_ms * num_layers,
             predict_ms=1e3 * summary_bytes / self.predict_bytes_per_s,
-            transfer_ms=1e3 * config.cap * block_bytes / self.link_bytes_per_s,
+            transfer_ms=1e3 * config.first_cap * block_bytes / self.link_bytes_per_s,
             budget_blocks=config.budget_blocks,
         )
 

@@ -19,6 +19,8 @@ class RuntimeCounters:
     """Waits for a layer that were not over at once."""
     stall_s: float = 0.0
     """Time the foreground waited."""
+    transfer_s: float = 0.0
+    """Time in which transfers were under way, where that is measured."""
     stored_blocks: int = 0
     """Blocks written through while dense, all layers and heads."""
     switches: int = 0
@@ -44,8 +46,9 @@ class RuntimeCounters:
         Args:
             waited: `int64[num_layers, len(Waited)]`, in host memory.
         """
-        passes, units, nanoseconds = waited.T.tolist()
+        passes, units, nanoseconds, transfers = waited.T.tolist()
         self.late, self.late_layers, self.stall_s = units, sum(passes), sum(nanoseconds) / 1e9
+        self.transfer_s = sum(transfers) / 1e9
 
     def add_sources(self, num_drafts: int, num_rows: int) -> None:
         """Count the sparse rows of a step by the source of their lookahead query."""
@@ -67,6 +70,7 @@ class RuntimeCounters:
             "late": sum(self.late),
             "late_layers": self.late_layers,
             "stall_seconds": self.stall_s,
+            "transfer_seconds": self.transfer_s,
             "load_bytes": total[Counter.FETCHED] * shape.unit_bytes,
             "store_bytes": stored_units * shape.unit_bytes,
             "switches": self.switches,

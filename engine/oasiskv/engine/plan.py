@@ -101,7 +101,7 @@ class StepPlanner:
         self._seq_lens[:count] = seq_lens
         return self._view(count, 0, 0)
 
-    def plan_step(self, batch: Batch, slots: Sequence[int], sparse: Sequence[bool], step: int) -> StepPlan:
+    def plan_step(self, batch: Batch, slots: Sequence[int], sparse: Sequence[bool], step: int, cap: int) -> StepPlan:
         """Plan a step.
 
         Args:
@@ -109,6 +109,7 @@ class StepPlanner:
             slots: Request slot of each row.
             sparse: Whether each row's request is sparse.
             step: Number of the step.
+            cap: Most blocks that a KV head may fetch in it.
         """
         count, sets = len(slots), self._sets
         unusable = [0 if ok else n for n, ok in zip(batch.num_drafts, batch.has_usable_draft, strict=True)]
@@ -136,6 +137,7 @@ class StepPlanner:
             rows_per_page=sets.layout.rows_per_page,
             block_size=self._block_size,
             step=step,
+            cap=cap,
         )
         return self._view(count, count, sum(sparse))
 

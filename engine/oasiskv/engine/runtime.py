@@ -12,8 +12,10 @@ import torch
 
 from oasiskv.core.commands import Admission, StepCommands
 from oasiskv.core.config import LookaheadConfig
-from oasiskv.core.errors import CorruptBlockError, UnsupportedError
+from oasiskv.core.errors import UnsupportedError
 from oasiskv.core.handover import HandoverLayout
+from oasiskv.engine.caps import Caps
+from oasiskv.engine.checks import check_working_set, poison
 from oasiskv.engine.counters import RuntimeCounters
 from oasiskv.engine.handover import Inbox, Outbox, StagedBlocks, Unattached
 from oasiskv.engine.host_pool import HostPool
@@ -25,7 +27,6 @@ from oasiskv.engine.switch import switch_layer
 from oasiskv.engine.upload import upload
 from oasiskv.kernels.complete import complete
 from oasiskv.kernels.fp8 import round_blocks
-from oasiskv.kernels.fp8.reference import read
 from oasiskv.kernels.predict import predict
 from oasiskv.kernels.publish import publish
 from oasiskv.kernels.rows import Row, Waited, stamp_of
@@ -75,9 +76,11 @@ class Runtime:
         # On a GPU they are copied every few steps, and read when the copy is over, so that nothing waits for them.
         self._settled_event = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
         self._counts: dict[str, float] = {}
+        self._settled_step: int | None = None
+        self.caps = Caps(config)
         self._slot_of: dict[str, int] = {}
         # The last slot is the padding rows'.
-        num_slots, max_blocks = len(sets.cap) - 1, sets.host_table.shape[1]
+        num_slots, max_blocks = len(sets.num_complete) - 1, sets.host_table.shape[1]
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._planner = StepPlanner(config, shape, sets, num_slots, max_blocks)
         self._num_host_blocks: dict[str, int] = {}
@@ -157,7 +160,7 @@ class Runtime:
         """Write finished blocks through, switch requests to sparse, and plan the step."""
         self._step += 1
         self._pipeline.end_pass()
-        if self._settled_event is not None and self._step % COUNTER_STEPS == 0:
+        if self._settled_event is not None and (self._step % COUNTER_STEPS == 0 or self.caps.is_due(self._step)):
             self._settle_counters()
         slots = [self._slot(request_id) for request_id in batch.request_ids]
         row_of = {request_id: row for row, request_id in enumerate(batch.request_ids)}
@@ -181,7 +184,9 @@ class Runtime:
         sparse = [request_id in self._sparse for request_id in batch.request_ids]
         drafted = sum(usable and flag for usable, flag in zip(batch.has_usable_draft, sparse, strict=True))
         self.counters.add_sources(drafted, sum(sparse))
-        self._plan = self._planner.plan_step(batch, slots, sparse, self._step)
+        self._measure()
+        cap = self.caps.begin_step(self._step, sum(sparse))
+        self._plan = self._planner.plan_step(batch, slots, sparse, self._step, cap)
         self._has_drafted = False
         return self._plan
 
@@ -314,14 +319,31 @@ class Runtime:
                 return self._counts or self.counters.snapshot(torch.zeros_like(self._settled_counters), self.shape)
         if self._pipeline.waited() is not None:
             self.counters.take_waits(self._settled_waits)
-        self._counts = self.counters.snapshot(self._settled_counters, self.shape) | self.handover_counts()
+        self._counts = self._snapshot()
         return self._counts
 
     def handover_counts(self) -> dict[str, int]:
         """Return what was counted of handovers since the start."""
         return self.outbox.counts() | self.inbox.counts()
 
+    def _snapshot(self) -> dict[str, float]:
+        counts = self.counters.snapshot(self._settled_counters, self.shape) | self.handover_counts()
+        return counts | {"cap_changes": self.caps.num_changes}
+
+    def _measure(self) -> None:
+        """Tell the cap's owner of counters that arrived since the last step; asks nothing of the device."""
+        if not self.caps.is_auto:
+            return
+        if self._settled_event is None:
+            if self.caps.is_due(self._step):
+                self.caps.take(self._snapshot(), self._step - 1)
+        elif self._settled_step is not None and self._settled_event.query():  # type: ignore[no-untyped-call]
+            self.counters.take_waits(self._settled_waits)
+            self.caps.take(self._snapshot(), self._settled_step)
+            self._settled_step = None
+
     def _settle_counters(self) -> None:
+        self._settled_step = self._step - 1
         self._pipeline.settle(self._copy_counters)
 
     def _copy_counters(self) -> None:
@@ -334,6 +356,7 @@ class Runtime:
     def close(self) -> None:
         """Finish the background and give the host memory back."""
         self._pipeline.close()
+        self.caps.close()
         self._staged.close()
         self._pool.close()
 
@@ -393,7 +416,7 @@ class Runtime:
     def _switch(self, slot: int, table: torch.Tensor, num_complete: int) -> None:
         sets = self.sets
         num_pages = self._seat(slot, table, num_complete)
-        row = upload([[0, num_complete, 0, -1]], self._device)
+        row = upload([[0, num_complete, 0, -1, 0]], self._device)
         for layer, kv_cache in enumerate(self._kv_caches):
             if self.shape.is_fp8:
                 # What the host holds is rounded; from here on so is what is resident, and its summaries.
@@ -429,14 +452,17 @@ class Runtime:
         @torch.inference_mode()
         def run_select() -> None:
             resident, stamp = sets.resident[layer], sets.stamp[layer]
-            select(blocks, scores, rows, sets.cap, resident, stamp, plan, sets.counters[layer])
+            select(blocks, scores, rows, resident, stamp, plan, sets.counters[layer])
             if config.debug_poison:
-                self._poison(layer, rows)
+                poison(sets, kv_cache, layer, rows)
 
         @torch.inference_mode()
         def run_transfer() -> None:
+            started = time.perf_counter()
             self.inbox.bring(self._staged, layer, plan, rows)
             transfer(self._pool.units, layer, kv_cache, plan, rows, sets.host_table, sets.slot_ids)
+            if self._settled_event is None:
+                self.counters.transfer_s += time.perf_counter() - started
 
         return [run_predict, run_select, run_transfer]
 
@@ -457,43 +483,10 @@ class Runtime:
             num_sinks=config.sink_blocks,
         )
 
-    def _poison(self, layer: int, rows: torch.Tensor) -> None:
-        """Make an early reader of a slot stand out: K 0 and V huge, but finite, pass every softmax."""
-        sets, cache = self.sets, self._kv_caches[layer]
-        found, slot = sets.plan[layer, : len(rows)].long().unbind(-1)  # [rows, heads, cap] each
-        request = rows[:, Row.REQUEST].long()[:, None, None]
-        # Entries without a unit write the null block as it is, so that the device need not be asked which they are.
-        is_fetched = (found >= 0) & (request >= 0)
-        block = torch.where(is_fetched, sets.slot_ids[request.clamp(min=0), slot.clamp(min=0)].long(), 0)
-        head = torch.arange(self.shape.num_kv_heads, device=self._device)[None, :, None]
-        poison = torch.zeros(2 * self.shape.head_dim, dtype=cache.dtype, device=self._device)
-        poison[self.shape.head_dim :] = 1e4
-        cache[block, head] = torch.where(is_fetched[..., None, None], poison, cache[block, head])
-
     def _verify(self, layer: int, plan: StepPlan) -> None:
         for slot in plan.rows[:, Row.REQUEST].tolist():
             if slot >= 0 and not self.inbox.is_failed(slot):
                 self._check_working_set(layer, slot)
 
     def _check_working_set(self, layer: int, slot: int) -> None:
-        sets = self.sets
-        resident, num_complete = sets.resident[layer, slot], int(sets.num_complete[slot])
-        where = f"layer {layer}, request slot {slot}"
-        for head, blocks in enumerate(resident.tolist()):
-            if len(set(blocks)) != len(blocks):
-                raise CorruptBlockError(f"resident: expected each block once, got {blocks} ({where}, head {head})")
-            if min(blocks) < 0 or max(blocks) >= num_complete:
-                raise CorruptBlockError(
-                    f"resident: expected blocks below {num_complete}, got {blocks} ({where}, head {head})"
-                )
-            if not set(range(self.config.sink_blocks)) <= set(blocks):
-                raise CorruptBlockError(f"resident: expected the sink blocks, got {blocks} ({where}, head {head})")
-        heads = torch.arange(resident.shape[0], device=self._device)[:, None]
-        held = self._kv_caches[layer][sets.slot_ids[slot].long()[None], heads].cpu()
-        host_ids = sets.host_table[slot][resident.long()].long().cpu()
-        host = read(self._pool.units, layer, host_ids, heads.cpu(), self._kv_caches[layer])
-        if self.shape.is_fp8:  # bits of a widened NaN depend on the device
-            held, host = (torch.where(units.isnan(), torch.nan, units) for units in (held, host))
-        if not torch.equal(held.view(torch.uint8), host.view(torch.uint8)):
-            bad = (held != host).flatten(2).any(-1).nonzero().tolist()
-            raise CorruptBlockError(f"resident: bytes differ from host memory at (head, slot) {bad[:8]} ({where})")
+        check_working_set(self.sets, self._kv_caches[layer], self._pool.units, layer, slot, self.config.sink_blocks)

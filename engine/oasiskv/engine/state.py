@@ -69,14 +69,13 @@ class WorkingSets:
         resident: `int32[num_layers, R, num_kv_heads, budget]`: block index in each slot.
         stamp: `int32`, same shape: when the slot was last selected, see `kernels.rows.stamp_of`.
         num_complete: `int32[R]`: complete blocks the working sets know of.
-        cap: `int32[R]`: admissions per head and step.
         slot_ids: `int32[R, budget]`: slot to engine block.
         page_ids: `int32[R, max_pages]`: summary page to engine block.
         host_table: `int32[R, max_blocks]`: block index to host block.
         query: `[num_layers, R, num_query_heads, head_dim]`: the last published lookahead query.
-        rows: `int32[num_layers, R, len(Row)]`: the last published step metadata, by batch row.
+        rows: `int32[num_layers, >= R, len(Row)]`: the last published step metadata, by batch row.
         blocks, scores: `int32`, `float32[num_layers, R, num_kv_heads, budget]`: what was predicted, by batch row.
-        plan: `int32[num_layers, R, num_kv_heads, cap, 2]`: what the running step fetches, by batch row.
+        plan: `int32[num_layers, R, num_kv_heads, most_cap, 2]`: what the running step fetches, by batch row.
         counters: `int64[num_layers, num_kv_heads, len(Counter)]`.
         switch_pages: One layer's summary pages while a request switches, `[max_pages, ...]` shaped as engine blocks.
     """
@@ -110,15 +109,15 @@ class WorkingSets:
         self.resident = ints(layers, max_requests, heads, budget)
         self.stamp = ints(layers, max_requests, heads, budget)
         self.num_complete = ints(max_requests)
-        self.cap = ints(max_requests).fill_(config.cap)
         self.slot_ids = ints(max_requests, budget)
         self.page_ids = ints(max_requests, max_pages)
         self.host_table = ints(max_requests, max_blocks)
-        self.plan = ints(layers, max_requests, heads, config.cap, 2)
+        self.plan = ints(layers, max_requests, heads, config.most_cap, 2)
         self.query = torch.zeros(
             layers, max_requests, shape.num_query_heads, shape.head_dim, dtype=shape.dtype, device=device
         )
-        self.rows = ints(layers, max_requests, len(Row))
+        # Rounded up, so that the rows of each layer begin at a multiple of 16 bytes: kernels are compiled for that.
+        self.rows = ints(layers, -(-max_requests // 4) * 4, len(Row))
         self.blocks = ints(layers, max_requests, heads, budget)
         self.scores = torch.zeros(layers, max_requests, heads, budget, dtype=torch.float32, device=device)
         self.counters = torch.zeros(layers, heads, len(Counter), dtype=torch.int64, device=device)

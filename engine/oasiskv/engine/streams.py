@@ -6,7 +6,7 @@ import torch
 
 from oasiskv.core.errors import TransferTimeoutError
 from oasiskv.engine.pipeline import Stage
-from oasiskv.kernels.flags import Flags
+from oasiskv.kernels.flags import Clock, Flags
 
 TIMEOUT_S = 30.0
 """Longest wait of one layer on the device: far above any step, so that reaching it means that the background died."""
@@ -33,6 +33,7 @@ class StreamPipeline:
         flags_from: Fewest rows of a captured pass that `Flags` order; None joins every pass.
         hold_layers: Hold every transfer back for so many tenths of a millisecond. None never holds. For tests.
         timeout_s: Longest wait of one layer.
+        is_timed: Measure how long transfers take and joins wait; in captured passes by flags, waits always are.
     """
 
     def __init__(
@@ -43,6 +44,8 @@ class StreamPipeline:
         flags_from: int | None,
         hold_layers: int | None = None,
         timeout_s: float = TIMEOUT_S,
+        *,
+        is_timed: bool = False,
     ) -> None:
         """Make the streams; transfers go first where both have work."""
         # Launches on one stream share scratch memory, so what may run at the same time has streams of its own.
@@ -51,6 +54,7 @@ class StreamPipeline:
         self._num_target_layers = num_target_layers
         self._counters = counters
         self._flags = Flags(device, len(counters), timeout_s)
+        self._clock = Clock(self._flags.waited) if is_timed else None
         self._flags_from = flags_from
         self._timeout_s = timeout_s
         self._hold_cycles = HOLD_CYCLES * (hold_layers or 0)
@@ -87,8 +91,7 @@ class StreamPipeline:
                 stage()
         copies.wait_stream(scores)
         with torch.cuda.stream(copies):
-            self._hold()
-            stages[-1]()
+            self._transfer(layer, stages[-1])
         self._joined.is_busy = True
         self._is_fork_captured = torch.cuda.is_current_stream_capturing()
 
@@ -108,7 +111,7 @@ class StreamPipeline:
         """
         is_capturing = torch.cuda.is_current_stream_capturing()
         if self._is_fork_captured == is_capturing:
-            self._joined.join()
+            self._join()
         if not is_capturing:
             self._start_if_replayed()
             self._num_rows = 0
@@ -186,11 +189,28 @@ class StreamPipeline:
         def transfer() -> None:
             for layer in sorted(stages):
                 flags.await_picked(layer)
-                self._hold()
-                stages[layer][-1]()
+                self._transfer(layer, stages[layer][-1])
                 flags.finish(layer)
 
         return _captured(select, self._beside.scores), _captured(transfer, self._beside.copies)
+
+    def _join(self) -> None:
+        """Order the current stream after what was forked from it; what it waits is the last layer's."""
+        clock = self._clock if self._joined.is_busy else None
+        if clock is not None:
+            clock.begin_wait()
+        self._joined.join()
+        if clock is not None:
+            clock.end_wait(self._num_target_layers - 1)
+
+    def _transfer(self, layer: int, stage: Stage) -> None:
+        """Run a layer's transfer on the current stream."""
+        if self._clock is not None:
+            self._clock.begin(layer)
+        self._hold()
+        stage()
+        if self._clock is not None:
+            self._clock.end(layer)
 
     def _hold(self) -> None:
         if self._hold_cycles:

@@ -397,9 +397,10 @@ class TinyWorker:
                 for head, chosen in enumerate(predicted):
                     model = self.working_sets[row.request_id, layer, head]
                     before = set(model.slots)
-                    model.select(chosen, self.config.cap, self._step)
-                    assert len(set(model.slots) - before) <= self.config.cap
-                    assert self.config.cap < self.config.budget_blocks or set(model.slots) == set(chosen)
+                    cap = self.runtime.caps.cap
+                    model.select(chosen, cap, self._step)
+                    assert len(set(model.slots) - before) <= cap
+                    assert cap < self.config.budget_blocks or set(model.slots) == set(chosen)
                 if layer == self.shape.num_layers - 1:
                     self.num_complete[row.request_id] = num_complete[row.request_id]
 

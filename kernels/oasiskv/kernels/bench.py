@@ -57,8 +57,8 @@ class Step:
         self.host_table = torch.randint(
             len(memory.units), (num_rows, num_blocks), device=device, dtype=torch.int32
         )  # fmt: skip
-        self.rows = torch.tensor([[i, num_blocks, 5, -1] for i in range(num_rows)], dtype=torch.int32, device=device)
-        self.cap = torch.full((num_rows,), model.max_cap, dtype=torch.int32, device=device)
+        rows = [[i, num_blocks, 5, -1, model.max_cap] for i in range(num_rows)]
+        self.rows = torch.tensor(rows, dtype=torch.int32, device=device)
         self.queries = [
             torch.randn(num_rows, heads * model.group, model.head_dim, device=device, dtype=torch.bfloat16)
             for _ in range(model.num_layers)
@@ -104,7 +104,6 @@ class Step:
             self.blocks,
             self.scores,
             self.rows,
-            self.cap,
             self.resident[layer],
             self.stamp[layer],
             self.plan,

@@ -19,6 +19,8 @@ class Row(IntEnum):
     """Number of this step, for stamps; grows by one per step."""
     FINISHED_BLOCK = 3
     """Engine block that holds block NUM_COMPLETE - 1 if that became complete in this step, else -1."""
+    CAP = 4
+    """Most blocks that each KV head may fetch in this step."""
 
 
 class Given(IntEnum):
@@ -51,7 +53,7 @@ class Counter(IntEnum):
 
 
 class Waited(IntEnum):
-    """Columns of `waited: int64[num_layers, len(Waited)]`: what the foreground waited for on the device."""
+    """Columns of `waited: int64[num_layers, len(Waited)]`: what the foreground waited for on the device, and why."""
 
     PASSES = 0
     """Waits that were not over at once."""
@@ -59,6 +61,8 @@ class Waited(IntEnum):
     """Units fetched that such a wait was for."""
     NANOSECONDS = 2
     """Time of such waits."""
+    TRANSFER_NANOSECONDS = 3
+    """Time in which transfers were under way, where that is measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -79,9 +79,10 @@ def distinct(count: int, below: int, random: torch.Generator, device: str) -> to
     return torch.randperm(below, generator=random)[:count].int().to(device)
 
 
-def step_rows(rows: list[tuple[int, int, int, int]], device: str) -> torch.Tensor:
-    """Return `rows` from (request, complete blocks, step, engine block that finished) each."""
-    return torch.tensor(rows, dtype=torch.int32).reshape(len(rows), len(Row)).to(device)
+def step_rows(rows: list[tuple[int, int, int, int]], device: str, caps: list[int] | None = None) -> torch.Tensor:
+    """Return `rows` from (request, complete blocks, step, engine block that finished) each, and caps, else 0."""
+    given = [(*row, cap) for row, cap in zip(rows, caps or [0] * len(rows), strict=True)]
+    return torch.tensor(given, dtype=torch.int32).reshape(len(rows), len(Row)).to(device)
 
 
 def counters(shape: Shape) -> torch.Tensor:

@@ -13,6 +13,9 @@ BAD: dict[str, list[Any]] = {
     "budget_blocks": [0, -1, 1.0, "8", None, True],
     "fetch_ratio": [-0.1, 1.1, NAN, "0.05", None, True],
     "min_cap": [0, -4, 4.0, "4", None, False],
+    "cap": [0, -3, 4.0, "4", "AUTO", True, []],
+    "max_cap": [0, -4, 4.0, "4", None, False],
+    "cap_log": ["", 3, "logs"],
     "score_alpha": [-0.25, 1.01, NAN, "1", None, False],
     "summary": ["max", "", None, 1, []],
     "group_reduction": ["mean", None, 0],
@@ -44,6 +47,7 @@ BAD: dict[str, list[Any]] = {
     "handover_mode": ["all", "", None, True],
     "debug_verify": ["yes", None, 2, 1, 0, 1.0],
     "debug_hold_layers": [-1, 1.5, "1", True],
+    "debug_cap_replay": ["", 3, "cap.jsonl"],
     "debug_poison": ["no", None, 2, 1, 0],
 }
 
@@ -60,7 +64,7 @@ def test_a_bad_value_is_refused_with_the_name_of_its_field(name: str, value: Any
 
 def test_the_defaults_are_those_of_the_design() -> None:
     config = LookaheadConfig()
-    assert (config.budget_blocks, config.cap, config.sink_blocks, config.score_alpha) == (128, 6, 1, 0.25)
+    assert (config.budget_blocks, config.first_cap, config.sink_blocks, config.score_alpha) == (128, 6, 1, 0.25)
 
 
 @pytest.mark.parametrize(
@@ -79,12 +83,32 @@ def test_the_cap_is_a_share_of_the_budget_between_the_floor_and_the_budget(
     budget_blocks: int, fetch_ratio: float, min_cap: int, cap: int
 ) -> None:
     config = LookaheadConfig(budget_blocks=budget_blocks, fetch_ratio=fetch_ratio, min_cap=min_cap)
-    assert config.cap == cap
+    assert (config.least_cap, config.first_cap, config.most_cap) == (cap, cap, cap)
+
+
+@pytest.mark.parametrize(
+    ("settings", "caps"),
+    [
+        ({"cap": 9}, (9, 9, 9)),
+        ({"cap": 200}, (128, 128, 128)),
+        ({"cap": 1, "min_cap": 4, "fetch_ratio": 1}, (1, 1, 1)),
+        ({"cap": "auto"}, (4, 6, 32)),
+        ({"cap": "auto", "budget_blocks": 3}, (3, 3, 3)),
+        ({"cap": "auto", "min_cap": 9, "max_cap": 7}, (7, 7, 7)),
+        ({"cap": "auto", "min_cap": 1, "fetch_ratio": 1}, (1, 32, 32)),
+    ],
+)
+def test_a_cap_is_a_number_or_moves_between_its_bounds(settings: dict[str, Any], caps: tuple[int, int, int]) -> None:
+    config = LookaheadConfig.from_mapping(settings)
+    assert (config.least_cap, config.first_cap, config.most_cap) == caps
 
 
 def test_partial_handovers_know_no_cap() -> None:
-    assert LookaheadConfig(budget_blocks=32, handover_mode="partial").cap == 32
-    assert LookaheadConfig(budget_blocks=32, handover_mode="full").cap == LookaheadConfig(budget_blocks=32).cap == 4
+    assert LookaheadConfig(budget_blocks=32, handover_mode="partial").first_cap == 32
+    caps = [LookaheadConfig(budget_blocks=32, handover_mode=mode).first_cap for mode in ("full", "capped")]
+    assert caps == [4, 4]
+    with pytest.raises(ConfigError, match=r"^cap: expected None with handover_mode 'partial', which lifts it, got 3"):
+        LookaheadConfig(cap=3, handover_mode="partial")
 
 
 def test_sinks_leave_room_for_at_least_one_block_that_may_go() -> None:

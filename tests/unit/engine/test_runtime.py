@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from oasiskv.core.cap import CapInput, CapLimits, log_head, log_line
 from oasiskv.core.commands import StepCommands
 from oasiskv.core.config import LookaheadConfig
 from oasiskv.core.errors import CorruptBlockError, OasisError, UnsupportedError
@@ -123,7 +125,7 @@ def test_a_sparse_row_lists_its_slots_then_its_active_blocks(make: Make) -> None
     assert plan.block_table[1, : BUDGET + 1].tolist() == [1, 2, 3, 10]
     assert (plan.num_rows, plan.num_sparse) == (2, 1)
     assert plan.rows[0, Row.REQUEST] == -1
-    assert plan.rows[1].tolist() == [worker.slot_of("a"), 9, 3, 9]
+    assert plan.rows[1].tolist() == [worker.slot_of("a"), 9, 3, 9, 2]
 
 
 def test_a_draft_token_in_the_next_block_gives_two_active_ones(make: Make) -> None:
@@ -206,6 +208,24 @@ def test_late_units_are_those_fetched_by_layers_that_were_waited_for(make: Make)
     assert counts["late_layers"] == NUM_LAYERS * 20
     assert counts["late"] == counts["fetched"] > 0  # the last step's are in neither yet
     assert make().runtime.counts()["late"] == 0
+
+
+def test_every_step_s_selection_keeps_to_the_cap_of_that_step_whenever_it_runs(make: Make, tmp_path: Path) -> None:
+    limits, caps = CapLimits(least=1, most=BUDGET, first=2), [1, 3, 2, 1, 1, 3, 2, 3]
+    log = tmp_path / "cap.jsonl"
+    lines = [log_head(limits), *(log_line(CapInput(num_rows=1), cap) for cap in caps)]
+    log.write_text("\n".join(lines) + "\n")
+    settings = {"cap": "auto", "min_cap": 1, "debug_cap_replay": str(log), "debug_verify": True}
+    for pipeline in (InlinePipeline(), ThreadPipeline(NUM_LAYERS, hold_layers=5)):
+        worker = make(pipeline, **settings)
+        num_tokens = prefill(worker)
+        seen = []
+        for _ in range(10):  # the prompt and the switch took the first two
+            num_tokens = decode(worker, num_tokens, 1)
+            seen.append(worker.runtime.caps.cap)
+        assert seen == [*caps[2:], 3, 3, 3, 3]
+        worker.runtime.fence()
+        assert worker.runtime.counts()["cap_changes"] == 6
 
 
 def test_nothing_is_late_where_everything_runs_inline(make: Make) -> None:

@@ -79,7 +79,7 @@ def test_a_switched_layer_holds_exactly_the_best_blocks_and_all_summaries(
     switch_layer(
         kv_cache,
         torch.tensor(table, dtype=torch.int32),
-        torch.tensor([[0, len(table), 0, -1]], dtype=torch.int32),
+        torch.tensor([[0, len(table), 0, -1, 0]], dtype=torch.int32),
         torch.tensor([table[place] for place in places], dtype=torch.int32),
         query,
         torch.full((len(places) + 2, *true.shape[1:]), 66, dtype=shape.dtype),

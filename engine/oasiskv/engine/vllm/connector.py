@@ -224,7 +224,7 @@ class OasisKVConnector(KVConnectorBase_V1, SupportsHMA):
         from oasiskv.engine.vllm.worker import current
 
         backend = current()
-        return None if backend is None else LookaheadStats.of(backend.take_counts())
+        return None if backend is None else LookaheadStats.of(backend.take_counts(), backend.levels())
 
     def _scheduler_stats(self) -> LookaheadStats:
         assert self._host is not None
@@ -239,7 +239,6 @@ class OasisKVConnector(KVConnectorBase_V1, SupportsHMA):
             },
             {
                 "budget_blocks": self._config.budget_blocks,
-                "cap_blocks": self._config.cap,
                 "engine_blocks": self._pool.num_gpu_blocks - 1,
                 "engine_blocks_held": self._pool.num_gpu_blocks - 1 - self._pool.get_num_free_blocks(),
                 "host_blocks_held": self._host.num_blocks - self._host.num_free,

@@ -19,6 +19,11 @@ COUNTERS: dict[str, tuple[str, str]] = {
     "late": ("late_blocks", "Fetched blocks that their layer had to wait for."),
     "late_layers": ("late_layers", "Layer runs that had to wait for their transfer."),
     "stall_seconds": ("stall_seconds", "Time that layers waited for transfers, summed over workers."),
+    "transfer_seconds": (
+        "transfer_seconds",
+        "Time in which transfers were under way, summed over workers; measured on a GPU where the cap is auto.",
+    ),
+    "cap_changes": ("cap_changes", "How often the cap changed, per worker."),
     "load_bytes": ("load_bytes", "Bytes moved from host memory into resident slots."),
     "store_bytes": ("store_bytes", "Bytes written through to host memory."),
     "switches": ("switches", "Requests that became sparse, per worker."),

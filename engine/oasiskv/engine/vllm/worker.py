@@ -244,6 +244,10 @@ class WorkerBackend:
         self._told = now
         return delta
 
+    def levels(self) -> dict[str, float]:
+        """Return what holds now; empty before the KV cache exists."""
+        return {} if self.runtime is None else {"cap_blocks": self.runtime.caps.cap}
+
     def close(self) -> None:
         """Finish the background and give host memory back."""
         if self.runtime is not None:
@@ -261,7 +265,7 @@ class WorkerBackend:
         config = self._shape.host_pool(num_blocks)
         parallel = self.vllm_config.parallel_config
         num_processes = parallel.world_size * max(1, parallel.data_parallel_size_local)
-        is_cuda = self._sets is not None and self._sets.cap.is_cuda
+        is_cuda = self._sets is not None and self._sets.resident.is_cuda
         others = {}
         if not is_cuda:
             others["for the engine's KV cache"] = num_processes * engine_bytes
@@ -276,15 +280,16 @@ class WorkerBackend:
 
     def _make_pipeline(self) -> Pipeline:
         assert self._shape is not None
-        if self._sets is not None and self._sets.cap.is_cuda:
+        if self._sets is not None and self._sets.resident.is_cuda:
             from oasiskv.engine.streams import StreamPipeline
 
             return StreamPipeline(
-                self._sets.cap.device,
+                self._sets.resident.device,
                 self._shape.num_target_layers,
                 self._sets.counters,
                 {"auto": FLAGS_FROM_ROWS, "joined": None, "flags": 1}[self.config.signal],
                 self.config.debug_hold_layers,
+                is_timed=self.config.cap == "auto",
             )
         return ThreadPipeline(self._shape.num_layers, hold_layers=self.config.debug_hold_layers)
 

@@ -1,5 +1,6 @@
-"""Ordering of two graphs by counts in device memory; needs a GPU."""
+"""Ordering of two graphs by counts in device memory, and a clock for their work; needs a GPU."""
 
+from oasiskv.kernels.flags.clock import Clock
 from oasiskv.kernels.flags.op import Flags
 
-__all__ = ["Flags"]
+__all__ = ["Clock", "Flags"]

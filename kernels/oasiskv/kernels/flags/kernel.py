@@ -1,4 +1,4 @@
-"""How passes count and wait on a GPU: one warp each."""
+"""How passes count, wait and take the time on a GPU: one warp each."""
 
 import triton
 import triton.language as tl
@@ -74,3 +74,28 @@ def await_done(
         tl.store(passes, tl.load(passes) + 1)
         tl.store(passes + 1, tl.load(passes + 1) + fetched - before)
         tl.store(passes + 2, tl.load(passes + 2) + took)
+
+
+@triton.jit(do_not_specialize=["place"])
+def note(began, place):
+    """Note when the stream got here."""
+    tl.store(began + place, globaltimer())
+
+
+@triton.jit(do_not_specialize=["place", "layer"])
+def add(began, place, waited, layer, COLUMN: tl.constexpr, COLUMNS: tl.constexpr):
+    """Add the time since `note` to a column of a layer."""
+    total = waited + layer * COLUMNS + COLUMN
+    tl.store(total, tl.load(total) + globaltimer() - tl.load(began + place))
+
+
+@triton.jit(do_not_specialize=["place", "layer", "least_ns"])
+def add_wait(
+    began, place, waited, layer, least_ns, PASSES: tl.constexpr, NANOSECONDS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """Count the time since `note` as a wait if it is one."""
+    took = globaltimer() - tl.load(began + place)
+    if took >= least_ns:
+        row = waited + layer * COLUMNS
+        tl.store(row + PASSES, tl.load(row + PASSES) + 1)
+        tl.store(row + NANOSECONDS, tl.load(row + NANOSECONDS) + took)

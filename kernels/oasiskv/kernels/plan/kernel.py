@@ -7,7 +7,7 @@ import triton.language as tl
 from oasiskv.kernels.rows import Given, Row
 
 
-@triton.jit(do_not_specialize=["count", "step"])
+@triton.jit(do_not_specialize=["count", "step", "cap"])
 def _plan(
     given,
     query_start_loc,
@@ -27,6 +27,7 @@ def _plan(
     count,
     spare_slot,
     step,
+    cap,
     BUDGET: tl.constexpr,
     PER_PAGE: tl.constexpr,
     B: tl.constexpr,
@@ -37,6 +38,7 @@ def _plan(
     REQUEST: tl.constexpr,
     NUM_COMPLETE: tl.constexpr,
     STEP: tl.constexpr,
+    CAP: tl.constexpr,
     FINISHED_BLOCK: tl.constexpr,
     ROW: tl.constexpr,
     TILE: tl.constexpr,
@@ -44,6 +46,7 @@ def _plan(
     i = tl.program_id(0).to(tl.int64)
     row = rows + i * ROW
     tl.store(row + STEP, step)
+    tl.store(row + CAP, cap)
     if i >= count:
         tl.store(slots + i, spare_slot)
         tl.store(query_rows + i, 0)
@@ -108,6 +111,7 @@ def plan(
     rows_per_page: int,
     block_size: int,
     step: int,
+    cap: int,
 ) -> None:
     """Launch it on the current stream; see `op.plan`."""
     _plan[(len(rows),)](
@@ -129,6 +133,7 @@ def plan(
         len(seq_lens),
         len(num_complete) - 1,
         step,
+        cap,
         BUDGET=budget,
         PER_PAGE=rows_per_page,
         B=block_size,
@@ -139,6 +144,7 @@ def plan(
         REQUEST=Row.REQUEST,
         NUM_COMPLETE=Row.NUM_COMPLETE,
         STEP=Row.STEP,
+        CAP=Row.CAP,
         FINISHED_BLOCK=Row.FINISHED_BLOCK,
         ROW=len(Row),
         TILE=256,

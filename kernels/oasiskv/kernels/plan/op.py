@@ -26,6 +26,7 @@ def plan(
     rows_per_page: int,
     block_size: int,
     step: int,
+    cap: int,
 ) -> None:
     """Work out what every row of a batch is in this step, and what attention reads for it.
 
@@ -49,6 +50,7 @@ def plan(
         rows_per_page: Blocks summarized by one page.
         block_size: Tokens per block.
         step: Number of the step.
+        cap: Most blocks that a KV head may fetch in it.
 
     Raises:
         ConfigError: An argument differs from the above; nothing is written.
@@ -89,6 +91,7 @@ def plan(
         rows_per_page,
         block_size,
         step,
+        cap,
     )
 
 
@@ -109,6 +112,7 @@ def _on_cuda(
     rows_per_page: int,
     block_size: int,
     step: int,
+    cap: int,
 ) -> None:
     from oasiskv.kernels.plan import kernel
 
@@ -129,6 +133,7 @@ def _on_cuda(
         rows_per_page,
         block_size,
         step,
+        cap,
     )
 
 
@@ -136,7 +141,7 @@ _plan = library.register(
     "plan(Tensor given, Tensor query_start_loc, Tensor seq_lens, Tensor block_table, Tensor(a!) num_complete, "
     "Tensor(b!) page_ids, Tensor(c!) slots, Tensor(d!) query_rows, Tensor(e!) drafter_rows, Tensor(f!) rows, "
     "Tensor(g!) attended_table, Tensor(h!) attended_lens, "
-    "int budget, int rows_per_page, int block_size, int step) -> ()",
+    "int budget, int rows_per_page, int block_size, int step, int cap) -> ()",
     cpu=reference.plan,
     cuda=_on_cuda,
 )

@@ -22,6 +22,7 @@ def plan(
     rows_per_page: int,
     block_size: int,
     step: int,
+    cap: int,
 ) -> None:
     """Plan a step; see `op.plan`."""
     count = len(seq_lens)
@@ -44,13 +45,14 @@ def plan(
         Row.NUM_COMPLETE: complete,
         Row.STEP: torch.full_like(slot, step),
         Row.FINISHED_BLOCK: torch.where(is_finished, finished, -1),
+        Row.CAP: torch.full_like(slot, cap),
     }
     slots[:count] = slot
     query_rows[:count] = last_token - given[Given.NUM_UNUSABLE]
     drafter_rows[:count] = last_token - given[Given.NUM_DRAFTS]
     rows[:count] = torch.stack([columns[column].int() for column in Row], 1)
     slots[count:] = len(num_complete) - 1
-    rows[count:] = torch.tensor([-1, 0, step, -1], dtype=torch.int32, device=rows.device)
+    rows[count:] = torch.tensor([-1, 0, step, -1, cap], dtype=torch.int32, device=rows.device)
     query_rows[count:] = 0
     drafter_rows[count:] = 0
     attended_lens[count:] = 0

@@ -17,7 +17,6 @@ def _select(
     blocks,
     scores,
     rows,
-    cap,
     resident,
     stamp,
     plan,
@@ -32,6 +31,7 @@ def _select(
     COLUMNS: tl.constexpr,
     REQUEST: tl.constexpr,
     STEP: tl.constexpr,
+    CAP: tl.constexpr,
     COUNTERS: tl.constexpr,
     PREDICTED: tl.constexpr,
     HIT: tl.constexpr,
@@ -57,7 +57,7 @@ def _select(
         score = tl.load(scores + candidates, mask=slot < K, other=0.0)
         held = tl.load(resident + state, mask=slot < K, other=-1)
         last = tl.load(stamp + state, mask=slot < K, other=0)
-        limit = tl.minimum(tl.load(cap + request), C)
+        limit = tl.minimum(tl.load(row + CAP), C)
 
         is_wanted = wanted >= 0
         if TILE == SLOTS:
@@ -121,7 +121,6 @@ def select(
     blocks: torch.Tensor,
     scores: torch.Tensor,
     rows: torch.Tensor,
-    cap: torch.Tensor,
     resident: torch.Tensor,
     stamp: torch.Tensor,
     plan: torch.Tensor,
@@ -140,7 +139,6 @@ def select(
         blocks,
         scores,
         rows,
-        cap,
         resident,
         stamp,
         plan,
@@ -155,6 +153,7 @@ def select(
         COLUMNS=len(Row),
         REQUEST=Row.REQUEST,
         STEP=Row.STEP,
+        CAP=Row.CAP,
         COUNTERS=len(Counter),
         PREDICTED=Counter.PREDICTED,
         HIT=Counter.HIT,

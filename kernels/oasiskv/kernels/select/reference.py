@@ -9,7 +9,6 @@ def select(
     blocks: torch.Tensor,
     scores: torch.Tensor,
     rows: torch.Tensor,
-    cap: torch.Tensor,
     resident: torch.Tensor,
     stamp: torch.Tensor,
     plan: torch.Tensor,
@@ -36,7 +35,7 @@ def select(
 
     is_missing = valid & ~is_hit
     rank = is_missing.cumsum(-1) - 1  # place among the missing, best score first
-    limit = cap[request].clamp(max=max_cap)[:, None, None]
+    limit = rows[live, Row.CAP, None, None].clamp(max=max_cap)
     is_admitted = is_missing & (rank < limit)
     num_admitted = is_admitted.sum(-1, keepdim=True)
 
