@@ -320,8 +320,7 @@ class BackendMachine(RuleBasedStateMachine):
     def start(self, data: st.DataObject) -> None:
         draw = data.draw
         summary: Literal["minmax", "mid"] = draw(st.sampled_from(["minmax", "minmax", "mid"]))
-        budget = draw(BUDGETS)
-        num_kv_heads, num_layers = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+        budget, num_kv_heads, num_layers = draw(BUDGETS), draw(st.integers(1, 3)), draw(st.integers(1, 3))
         self.config = LookaheadConfig(
             budget_blocks=budget,
             fetch_ratio=0,
@@ -330,6 +329,7 @@ class BackendMachine(RuleBasedStateMachine):
             score_alpha=0 if summary == "mid" else draw(st.sampled_from([0, 0.25, 1])),
             group_reduction=draw(st.sampled_from(["max", "sum"])),
             sink_blocks=draw(st.integers(0, min(2, budget - 1))),
+            prediction=draw(st.sampled_from(["lookahead", "lookahead", "previous", "on-demand", "resident"])),
             debug_poison=draw(st.booleans()),
         )
         is_fp8 = draw(st.booleans())  # K is then ten times as large, so that rounding shows

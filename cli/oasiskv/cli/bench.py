@@ -9,7 +9,7 @@ import platform
 from collections.abc import Callable
 from pathlib import Path
 
-from oasiskv.cli import disagg, sweep
+from oasiskv.cli import disagg, plots, sweep
 from oasiskv.core.errors import UnsupportedError
 
 Row = dict[str, object]
@@ -38,6 +38,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     sweep.add_arguments(
         suites.add_parser("sweep", help="decode steps of dense vLLM and of OasisKV over contexts and concurrency")
     )
+    plots.add_parser(suites)
     apart = suites.add_parser(
         "disagg", help="prefill and decode apart: bytes, memory and links by the way of handing over; no GPU"
     )
@@ -58,6 +59,8 @@ def run(args: argparse.Namespace) -> int:
         return sweep.run(args)
     if args.suite == "disagg":
         return disagg.run(args)
+    if args.suite == "plot":
+        return plots.run(args)
     return _run_kernels(args.out) if args.suite == "kernels" else _run_staging(args)
 
 

@@ -11,10 +11,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from oasiskv.cli.plots import draw
 from oasiskv.core.config import LookaheadConfig
 from oasiskv.core.errors import ConfigError, EngineFailedError
 from oasiskv.engine.vllm.names import CONNECTOR, VLLM_VERSION, WORKERS
@@ -44,7 +45,13 @@ MODES = {
     "oasiskv-early": Mode(settings={"switch": "early"}, has_drafter=True),
     "oasiskv-joined": Mode(settings={"switch": "early", "signal": "joined"}, has_drafter=True),
     "oasiskv-flags": Mode(settings={"switch": "early", "signal": "flags"}, has_drafter=True),
+    "oasiskv-auto-cap": Mode(settings={"cap": "auto"}, has_drafter=True),
+    "previous": Mode(settings={"switch": "early", "prediction": "previous"}),
+    "on-demand": Mode(settings={"switch": "early", "prediction": "on-demand", "fetch_ratio": 1}),
+    "resident": Mode(settings={"switch": "early", "prediction": "resident"}),
 }
+"""The last three are rules of others on our own kernels: FreeKV's selection with the last token's query, without its
+correction; HiSparse's with the current one, all fetched before attention; and Quest's within a fixed set of blocks."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,12 +60,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--drafter", metavar="FOLDER", help="EAGLE-3 head")
     parser.add_argument("--weights", choices=("auto", "dummy"), default="auto", help="dummy: random ones")
     parser.add_argument("--modes", nargs="+", default=["dense", "oasiskv"], metavar="MODE", help=", ".join(MODES))
+    parser.add_argument(
+        "--fetch-ratios",
+        nargs="+",
+        type=float,
+        default=[],
+        metavar="R",
+        help="run each mode of the backend once for each, as MODE@R: 0.01 ... 1, which fetches all",
+    )
     parser.add_argument("--contexts", nargs="+", type=int, default=[4096, 16384], metavar="N", help="prompt tokens")
     parser.add_argument("--requests", nargs="+", type=int, default=[1, 16, 40], metavar="N", help="at a time")
     parser.add_argument("--tokens", type=int, default=70, metavar="N", help="to generate, at least (70)")
     parser.add_argument("--memory-share", type=float, default=0.9, help="of the device (0.515 of an H200 is 80 GB)")
     parser.add_argument("--host-memory", default="4GiB", help="for KV, per process (4GiB)")
     parser.add_argument("--set", dest="settings", action="append", type=setting, default=[], metavar="NAME=VALUE")
+    parser.add_argument("--plots", type=Path, metavar="FOLDER", help="draw the results, as bench plot does")
     parser.add_argument("--results", type=Path, required=True, metavar="FILE", help="JSON; continued if it is there")
 
 
@@ -81,6 +97,27 @@ def missing(rows: Sequence[Row], mode: str, context: int, requests: Sequence[int
     """Return the numbers of requests for which there is no row yet."""
     known = {row["requests"] for row in rows if (row["mode"], row["context"]) == (mode, context)}
     return [count for count in requests if count not in known]
+
+
+def modes_of(args: argparse.Namespace) -> dict[str, Mode]:
+    """Return the modes to run by name, those of the backend once for each fetch ratio.
+
+    Raises:
+        ConfigError: a mode is unknown.
+    """
+    modes: dict[str, Mode] = {}
+    for name in args.modes:
+        if name not in MODES:
+            raise ConfigError(f"--modes: expected {', '.join(MODES)}, got {name!r}")
+        mode = MODES[name]
+        if mode.settings is None or not args.fetch_ratios:
+            modes[name] = mode
+            continue
+        for ratio in args.fetch_ratios:
+            # The ratio alone shall count, so nothing holds the cap up.
+            settings = {**mode.settings, "fetch_ratio": ratio, "min_cap": 1, "cap": None}
+            modes[f"{name}@{ratio:g}"] = replace(mode, settings=settings)
+    return modes
 
 
 def engine_arguments(args: argparse.Namespace, mode: Mode, context: int, *, is_cuda: bool) -> Row:
@@ -130,21 +167,21 @@ def run(args: argparse.Namespace) -> int:
     """
     import torch
 
-    for name in args.modes:
-        if name not in MODES:
-            raise ConfigError(f"--modes: expected {', '.join(MODES)}, got {name!r}")
+    modes = modes_of(args)
     is_cuda = torch.cuda.is_available()
     report: Row = json.loads(args.results.read_text()) if args.results.exists() else _about(args, is_cuda=is_cuda)
     for context in args.contexts:
-        for name in args.modes:
+        for name, mode in modes.items():
             if counts := missing(report["rows"], name, context, args.requests):
-                engine = engine_arguments(args, MODES[name], context, is_cuda=is_cuda)
+                engine = engine_arguments(args, mode, context, is_cuda=is_cuda)
                 try:
                     for row in _rounds(args, engine, context, counts):
                         report["rows"].append({"mode": name, "context": context, **row})
                 finally:
                     _save(args.results, report)
     print(table(report["rows"]))
+    if args.plots is not None:
+        draw([report], args.plots)
     return 0
 
 
@@ -156,13 +193,19 @@ def table(rows: Sequence[Row]) -> str:
         "requests": "{}",
         "running": "{}",
         "tpot_ms_mean": "{:.2f}",
+        "tpot_ms_p50": "{:.2f}",
         "tpot_ms_p99": "{:.2f}",
         "steady_tokens_per_s": "{:.0f}",
         "tokens_per_s": "{:.0f}",
         "ttft_s_p50": "{:.2f}",
+        "cap_mean": "{:.1f}",
         "cap_share": "{:.2f}",
+        "deferred_share": "{:.3f}",
+        "load_bytes_per_step": "{:.3g}",
         "link_gb_per_s": "{:.1f}",
         "stall_ms_per_step": "{:.2f}",
+        "hbm_kv_bytes": "{:.3g}",
+        "host_kv_bytes": "{:.3g}",
     }
     ordered = sorted(rows, key=lambda row: (row["context"], row["requests"], row["mode"]))
     cells = [list(columns)]
@@ -173,7 +216,6 @@ def table(rows: Sequence[Row]) -> str:
 
 def _rounds(args: argparse.Namespace, engine: Row, context: int, counts: Sequence[int]) -> Iterator[Row]:
     """Yield the rounds of one engine process; those that it finished also if it then fails."""
-    settings = engine.get("kv_transfer_config", {}).get("kv_connector_extra_config")
     with tempfile.TemporaryDirectory(prefix="oasiskv-") as folder:
         results, log = Path(folder, "rows.jsonl"), Path(folder, "log.txt")
         results.touch()
@@ -182,7 +224,6 @@ def _rounds(args: argparse.Namespace, engine: Row, context: int, counts: Sequenc
             "context": context,
             "requests": list(counts),
             "num_tokens": args.tokens,
-            "cap": None if settings is None else LookaheadConfig.from_mapping(settings).first_cap,
             "results": str(results),
         }
         Path(folder, "job.json").write_text(json.dumps(job))

@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 from oasiskv.core.errors import ConfigError
 
@@ -27,6 +27,13 @@ def parse_bytes(value: int | str, field: str) -> int:
     if num_bytes <= 0:
         raise ConfigError(f"{field}: expected more than 0 bytes, got {value!r}")
     return num_bytes
+
+
+Prediction = Literal["lookahead", "previous", "on-demand", "resident"]
+"""`lookahead`: the draft token's query for the next step, or the normal token's own where no draft is usable.
+`previous`: always the normal token's own, which is the previous token's to the step that uses it.
+`on-demand`: the normal token's own for the same step: each layer waits for its transfer before it attends.
+`resident`: nothing is ever fetched; what was chosen at the switch stays, but for blocks that become complete."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +63,9 @@ class LookaheadConfig:
     score_alpha: float = 0.25
     """Weight of a block's half width in its score: 1 is an upper bound of every product with its keys, but ranks
     worse."""
+
+    prediction: Prediction = "lookahead"
+    """Whose query chooses the working set, and when; all but lookahead are there to be compared with."""
 
     summary: Literal["minmax", "mid"] = "minmax"
     """Rows kept per block: the largest and least key (any score_alpha), or their midpoint alone (score_alpha 0, half
@@ -128,6 +138,7 @@ class LookaheadConfig:
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
                 raise ConfigError(f"{name}: expected a number from 0 to 1, got {value!r}")
         for name, allowed in (
+            ("prediction", get_args(Prediction)),
             ("summary", ("minmax", "mid")),
             ("group_reduction", ("max", "sum", "softmax")),
             ("host_dtype", ("auto", "fp8")),
@@ -166,10 +177,14 @@ class LookaheadConfig:
                 raise ConfigError(f"{name}: expected a path or None, got {value!r}")
             if value is not None and self.cap != "auto":
                 raise ConfigError(f"{name}: expected None unless cap is 'auto', got {value!r}")
+        if self.cap == "auto" and self.prediction in ("on-demand", "resident"):
+            raise ConfigError(f"cap: expected a number or None with prediction {self.prediction!r}, got 'auto'")
 
     @property
     def first_cap(self) -> int:
         """Blocks that a KV head may fetch per step, at first if that changes."""
+        if self.prediction == "resident":
+            return 0
         if self.handover_mode == "partial":
             return self.budget_blocks
         if isinstance(self.cap, int):

@@ -246,6 +246,11 @@ class RequestLedger:
             admit=admit,
         )
 
+    @property
+    def num_host_blocks_held(self) -> int:
+        """Host blocks that requests hold."""
+        return self._host.num_blocks - self._host.num_free
+
     def take_num_switched(self) -> Counter[Reason]:
         """Return how many requests were switched for each reason since the last call."""
         counted, self._num_switched = self._num_switched, Counter()

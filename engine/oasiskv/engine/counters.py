@@ -27,6 +27,8 @@ class RuntimeCounters:
     """Requests that became sparse."""
     sparse_rows: int = 0
     """Rows of steps that ran sparse."""
+    allowed_blocks: int = 0
+    """Blocks that a KV head was allowed to fetch, summed over these rows."""
     draft_rows: int = 0
     """Those of them whose lookahead query was a draft token's; the others looked ahead with their own."""
 
@@ -75,6 +77,7 @@ class RuntimeCounters:
             "store_bytes": stored_units * shape.unit_bytes,
             "switches": self.switches,
             "sparse_rows": self.sparse_rows,
+            "allowed_blocks": self.allowed_blocks,
             "source_draft": self.draft_rows,
             "source_self": self.sparse_rows - self.draft_rows,
         }

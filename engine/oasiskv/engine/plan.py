@@ -77,6 +77,7 @@ class StepPlanner:
     ) -> None:
         """Allocate everything."""
         self._budget = config.budget_blocks
+        self._uses_drafts = config.prediction not in ("previous", "on-demand")
         self._block_size = shape.block_size
         self._sets = sets
         self._device = sets.resident.device
@@ -112,7 +113,8 @@ class StepPlanner:
             cap: Most blocks that a KV head may fetch in it.
         """
         count, sets = len(slots), self._sets
-        unusable = [0 if ok else n for n, ok in zip(batch.num_drafts, batch.has_usable_draft, strict=True)]
+        is_usable = self.looks_ahead_with(batch)
+        unusable = [0 if ok else n for n, ok in zip(batch.num_drafts, is_usable, strict=True)]
         given = {
             Given.SLOT: list(slots),
             Given.NUM_DRAFTS: list(batch.num_drafts),
@@ -140,6 +142,10 @@ class StepPlanner:
             cap=cap,
         )
         return self._view(count, count, sum(sparse))
+
+    def looks_ahead_with(self, batch: Batch) -> Sequence[bool]:
+        """Say of each row whether its draft token's query chooses; the normal token's own does in the others."""
+        return batch.has_usable_draft if self._uses_drafts else [False] * len(batch.has_usable_draft)
 
     def padded(self, running: StepPlan, count: int) -> StepPlan:
         """Return the plan with padding rows behind its own, `count` in all."""

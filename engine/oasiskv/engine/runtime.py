@@ -182,10 +182,12 @@ class Runtime:
             self._admit(slots[row_of[request_id]], batch.block_table[row_of[request_id]], admission)
             self._sparse.add(request_id)
         sparse = [request_id in self._sparse for request_id in batch.request_ids]
-        drafted = sum(usable and flag for usable, flag in zip(batch.has_usable_draft, sparse, strict=True))
+        is_drafted = self._planner.looks_ahead_with(batch)
+        drafted = sum(usable and flag for usable, flag in zip(is_drafted, sparse, strict=True))
         self.counters.add_sources(drafted, sum(sparse))
         self._measure()
         cap = self.caps.begin_step(self._step, sum(sparse))
+        self.counters.allowed_blocks += cap * sum(sparse)
         self._plan = self._planner.plan_step(batch, slots, sparse, self._step, cap)
         self._has_drafted = False
         return self._plan
@@ -287,12 +289,23 @@ class Runtime:
         assert plan is not None
         query_rows = plan.drafter_rows if layer >= self.shape.num_target_layers else plan.query_rows
         publish(query, query_rows, plan.slots, plan.rows, sets.query[layer], sets.rows[layer])
+        if self.config.prediction == "on-demand" and self._has_work(plan):
+            self._fetch_now(layer, len(plan.rows))
+
+    def _fetch_now(self, layer: int, num_rows: int) -> None:
+        """Choose and fetch what the layer attends to next, in the order of the foreground, which waits for it."""
+        started = time.perf_counter()
+        for stage in self._background(layer, num_rows):
+            stage()
+        if self._settled_event is None:
+            fetched = self.sets.plan[layer, :num_rows, ..., 0] >= 0
+            self.counters.add_late(layer, int(fetched.sum()), time.perf_counter() - started)
 
     def after_attention(self, layer: int) -> None:
-        """Hand the layer to the background."""
+        """Hand the layer to the background, unless it has had its turn."""
         plan = self._plan
         assert plan is not None
-        if self._has_work(plan):
+        if self._has_work(plan) and self.config.prediction != "on-demand":
             self._num_submitted[layer] = len(plan.rows)
             self._pipeline.submit(layer, self._background(layer, len(plan.rows)))
 

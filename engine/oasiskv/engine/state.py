@@ -112,7 +112,7 @@ class WorkingSets:
         self.slot_ids = ints(max_requests, budget)
         self.page_ids = ints(max_requests, max_pages)
         self.host_table = ints(max_requests, max_blocks)
-        self.plan = ints(layers, max_requests, heads, config.most_cap, 2)
+        self.plan = ints(layers, max_requests, heads, max(1, config.most_cap), 2)
         self.query = torch.zeros(
             layers, max_requests, shape.num_query_heads, shape.head_dim, dtype=shape.dtype, device=device
         )

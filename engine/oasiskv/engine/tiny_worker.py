@@ -362,11 +362,14 @@ class TinyWorker:
         query = torch.cat([row.of(self.texts.query, layer) for row in rows])
         output = torch.full_like(query, float("nan"))
         self.runtime.publish(layer, query)
+        if self.config.prediction == "on-demand":
+            self._look_ahead(layer, rows, num_complete)
         groups = group_rows(query_start_loc, plan.seq_lens, plan.block_table, self.shape.block_size)
         attend(query, self.kv_caches[layer], groups, self.shape.scale, output)
         self._check_outputs(layer, rows, query, output)
         self.runtime.after_attention(layer)
-        self._look_ahead(layer, rows, num_complete)
+        if self.config.prediction != "on-demand":
+            self._look_ahead(layer, rows, num_complete)
         return output
 
     def _leave_out(self, layer: int, rows: Sequence[TinyRow]) -> None:
@@ -391,6 +394,7 @@ class TinyWorker:
         for row in rows:
             queries = row.of(self.texts.query, layer)
             is_draft = layer < self.shape.num_target_layers and (row.has_usable_draft or not row.num_drafts)
+            is_draft &= self.config.prediction in ("lookahead", "resident") or not row.num_drafts
             query = self._queries[row.request_id, layer] = queries[-1 if is_draft else -1 - row.num_drafts]
             if (row.request_id, layer, 0) in self.working_sets:
                 predicted = self._predict(row, layer, query, num_complete[row.request_id])

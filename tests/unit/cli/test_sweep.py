@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from oasiskv.cli import sweep
+from oasiskv.core.config import LookaheadConfig
 from oasiskv.core.errors import ConfigError
 
 
@@ -52,6 +53,29 @@ def test_a_setting_needs_a_value() -> None:
         sweep.setting("signal")
 
 
+def test_each_fetch_ratio_is_a_mode_of_its_own_and_stock_modes_have_none() -> None:
+    given = arguments("--modes", "dense", "oasiskv", "--fetch-ratios", "0.01", "0.05", "1")
+    modes = sweep.modes_of(given)
+    assert list(modes) == ["dense", "oasiskv@0.01", "oasiskv@0.05", "oasiskv@1"]
+    caps = []
+    for mode in modes.values():
+        engine = sweep.engine_arguments(given, mode, 64, is_cuda=False)
+        if "kv_transfer_config" in engine:
+            settings = engine["kv_transfer_config"]["kv_connector_extra_config"]
+            caps.append(LookaheadConfig.from_mapping(settings).first_cap)
+    assert caps == [1, 6, 128]
+
+
+def test_the_rules_of_others_run_on_our_kernels() -> None:
+    configs = {}
+    for name in ("previous", "on-demand", "resident", "oasiskv-auto-cap"):
+        engine = sweep.engine_arguments(arguments(), sweep.MODES[name], 64, is_cuda=True)
+        configs[name] = LookaheadConfig.from_mapping(engine["kv_transfer_config"]["kv_connector_extra_config"])
+    assert [config.prediction for config in configs.values()] == ["previous", "on-demand", "resident", "lookahead"]
+    assert [config.first_cap for config in configs.values()] == [6, 128, 0, 6]
+    assert configs["oasiskv-auto-cap"].most_cap == 32
+
+
 def test_an_unknown_mode_is_refused_before_anything_runs(tmp_path: Path) -> None:
     given = arguments("--modes", "dense", "fast")
     given.results = tmp_path / "out.json"
@@ -71,8 +95,23 @@ def test_the_table_has_a_line_per_round_and_a_dash_for_what_a_mode_does_not_have
         "steady_tokens_per_s": 99.6,
         "tokens_per_s": 50,
         "ttft_s_p50": 0.5,
+        "hbm_kv_bytes": 2_100_000,
     }
     head, first, second = sweep.table([row | {"requests": 16}, row]).splitlines()
     assert head.split()[:3] == ["mode", "context", "requests"]
-    assert first.split() == ["dense", "64", "4", "3", "1.23", "2.00", "100", "50", "0.50", "-", "-", "-"]
+    assert first.split() == [
+        "dense",
+        "64",
+        "4",
+        "3",
+        "1.23",
+        "-",
+        "2.00",
+        "100",
+        "50",
+        "0.50",
+        *["-"] * 6,
+        "2.1e+06",
+        "-",
+    ]
     assert second.split()[2] == "16"

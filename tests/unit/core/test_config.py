@@ -17,6 +17,7 @@ BAD: dict[str, list[Any]] = {
     "max_cap": [0, -4, 4.0, "4", None, False],
     "cap_log": ["", 3, "logs"],
     "score_alpha": [-0.25, 1.01, NAN, "1", None, False],
+    "prediction": ["next", None, 0, "on_demand"],
     "summary": ["max", "", None, 1, []],
     "group_reduction": ["mean", None, 0],
     "sink_blocks": [-1, 1.0, "1", None, True, 128, 200],
@@ -93,6 +94,7 @@ def test_the_cap_is_a_share_of_the_budget_between_the_floor_and_the_budget(
         ({"cap": 200}, (128, 128, 128)),
         ({"cap": 1, "min_cap": 4, "fetch_ratio": 1}, (1, 1, 1)),
         ({"cap": "auto"}, (4, 6, 32)),
+        ({"prediction": "resident"}, (0, 0, 0)),
         ({"cap": "auto", "budget_blocks": 3}, (3, 3, 3)),
         ({"cap": "auto", "min_cap": 9, "max_cap": 7}, (7, 7, 7)),
         ({"cap": "auto", "min_cap": 1, "fetch_ratio": 1}, (1, 32, 32)),
@@ -109,6 +111,14 @@ def test_partial_handovers_know_no_cap() -> None:
     assert caps == [4, 4]
     with pytest.raises(ConfigError, match=r"^cap: expected None with handover_mode 'partial', which lifts it, got 3"):
         LookaheadConfig(cap=3, handover_mode="partial")
+
+
+@pytest.mark.parametrize("prediction", ["on-demand", "resident"])
+def test_a_cap_that_follows_waits_is_refused_where_every_layer_waits_or_none_does(prediction: Any) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"^cap: expected a number or None with prediction '{prediction}', got 'auto'"
+    ):
+        LookaheadConfig(cap="auto", prediction=prediction)
 
 
 def test_sinks_leave_room_for_at_least_one_block_that_may_go() -> None:

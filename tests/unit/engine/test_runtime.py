@@ -228,6 +228,31 @@ def test_every_step_s_selection_keeps_to_the_cap_of_that_step_whenever_it_runs(m
         assert worker.runtime.counts()["cap_changes"] == 6
 
 
+@pytest.mark.parametrize("prediction", ["lookahead", "previous", "on-demand", "resident"])
+def test_each_rule_of_prediction_does_what_it_says_with_and_without_drafts(make: Make, prediction: str) -> None:
+    # The worker compares residency, bytes and attention of every layer with the rule in plain Python.
+    worker = make(ThreadPipeline(NUM_LAYERS, hold_layers=2), prediction=prediction, debug_verify=True)
+    num_tokens = prefill(worker)
+    for step in range(2 * BLOCK):
+        drafts = {"num_drafts": 1, "has_usable_draft": step % 4 == 1} if step % 2 else {}
+        worker.run(StepCommands(), [row("a", num_tokens, 1 + len(drafts) // 2, **drafts)])
+        num_tokens += 1
+    worker.runtime.fence()
+    counts = worker.runtime.counts()
+    assert (counts["source_draft"] > 0) == (prediction in ("lookahead", "resident"))
+    assert (counts["fetched"] == 0) == (prediction == "resident")
+    assert (counts["late"] == counts["fetched"]) == (prediction in ("on-demand", "resident"))
+
+
+def test_on_demand_each_layer_attends_to_what_its_own_query_chose(make: Make) -> None:
+    gate = Gate()
+    worker = make(gate, prediction="on-demand", fetch_ratio=1)
+    num_tokens = prefill(worker)
+    gate.events.clear()
+    decode(worker, num_tokens, 1)
+    assert gate.events == [f"wait {layer}" for layer in range(NUM_LAYERS)]
+
+
 def test_nothing_is_late_where_everything_runs_inline(make: Make) -> None:
     worker = make()
     decode(worker, prefill(worker), 20)

@@ -23,6 +23,8 @@ SETTLED_TOKENS = 3
 def measure(llm: Any, num_requests: int, context: int, num_tokens: int) -> dict[str, float]:
     """Answer requests that arrive at once, and time the steps in which as many of them decode as ever do.
 
+    Prefixes are not shared, so that each request holds its own blocks.
+
     Args:
         llm: vLLM's `LLM`.
         num_requests: Requests.
@@ -32,7 +34,7 @@ def measure(llm: Any, num_requests: int, context: int, num_tokens: int) -> dict[
 
     Returns:
         Milliseconds of a step (`tpot_ms_*`), tokens per second of those steps and of the whole round, seconds to first
-        tokens (`ttft_s_*`), and how many requests decoded together.
+        tokens (`ttft_s_*`), how many requests decoded together, and the blocks held at most, engine's and host's.
     """
     from vllm import SamplingParams
 
@@ -47,12 +49,15 @@ def measure(llm: Any, num_requests: int, context: int, num_tokens: int) -> dict[
         prompt = [(i * 7919 + 31 * token + 1) % vocab_size for token in range(context)]
         engine.add_request(f"{num_requests}-{i}", {"prompt_token_ids": prompt}, sampling)
     started, steps, first_tokens = time.perf_counter(), list[tuple[float, int]](), dict[str, float]()
+    held_blocks = host_held_blocks = 0
     while engine.has_unfinished_requests():
         outputs, now = engine.step(), time.perf_counter()
         for output in outputs:
             first_tokens.setdefault(output.request_id, now - started)
         settled = sum(request.num_output_tokens > SETTLED_TOKENS for request in scheduler.running)
         steps.append((now, settled))
+        held, host_held = _held(scheduler)
+        held_blocks, host_held_blocks = max(held, held_blocks), max(host_held, host_held_blocks)
     wall_s = time.perf_counter() - started
     running = max(settled for _, settled in steps)
     times = [at for at, settled in steps if settled == running]
@@ -69,7 +74,19 @@ def measure(llm: Any, num_requests: int, context: int, num_tokens: int) -> dict[
         "ttft_s_p50": statistics.median(waits),
         "ttft_s_last": waits[-1],
         "wall_s": wall_s,
+        "tokens": total,
+        "held_blocks": held_blocks,
+        "host_held_blocks": host_held_blocks,
     }
+
+
+def _held(scheduler: Any) -> tuple[int, int]:
+    """Return the engine blocks and the host blocks that requests hold."""
+    manager = scheduler.kv_cache_manager
+    pool = manager.block_pool
+    ledger = getattr(manager.coordinator.single_type_managers[0], "ledger", None)
+    host = 0 if ledger is None else ledger.num_host_blocks_held
+    return pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(), host
 
 
 def counts() -> dict[str, float]:
@@ -81,26 +98,51 @@ def counts() -> dict[str, float]:
     return dict(backend.runtime.counts(wait=True))
 
 
-def derive(row: Mapping[str, float], spent: Mapping[str, float], *, cap: int, num_pairs: int) -> dict[str, float]:
+def derive(row: Mapping[str, float], spent: Mapping[str, float], *, num_pairs: int) -> dict[str, float]:
     """Return what a round says of the backend.
 
     Args:
         row: Of `measure`.
         spent: What was counted during the round.
-        cap: Units that a KV head may fetch per step.
         num_pairs: Layers times KV heads of this process.
     """
     sparse_rows = max(1.0, spent["sparse_rows"])
     load_bytes_per_row = spent["load_bytes"] / sparse_rows
-    return {
+    transfer_s = spent["transfer_seconds"]
+    measured = {} if transfer_s == 0 else {"link_busy_gb_per_s": spent["load_bytes"] / transfer_s / 1e9}
+    return measured | {
         "sparse_rows": spent["sparse_rows"],
-        "cap_share": spent["fetched"] / (sparse_rows * num_pairs * cap),
+        "sparse_share": min(1.0, spent["sparse_rows"] / max(1.0, row["tokens"] - row["requests"])),
+        "cap_mean": spent["allowed_blocks"] / sparse_rows,
+        "cap_share": spent["fetched"] / max(1.0, spent["allowed_blocks"] * num_pairs),
         "deferred_share": spent["deferred"] / max(1.0, spent["predicted"]),
         "hit_share": spent["hit"] / max(1.0, spent["predicted"]),
         "late_layers": spent["late_layers"],
         "stall_ms_per_step": 1e3 * spent["stall_seconds"] / max(1.0, row["steps"]),
         "load_bytes_per_step": load_bytes_per_row * row["running"],
         "link_gb_per_s": load_bytes_per_row * row["running"] / row["tpot_ms_mean"] / 1e6,
+    }
+
+
+def memory(
+    row: Mapping[str, float], *, context: int, block_size: int, block_bytes: float, budget_blocks: int, page_rows: int
+) -> dict[str, float]:
+    """Return the bytes that a round's requests held, and those that a step's attention and prediction read.
+
+    Args:
+        row: Of `measure` and, with the backend, of `derive`.
+        context: Prompt tokens of each request.
+        block_size: Tokens per block.
+        block_bytes: Bytes of an engine block, all layers.
+        budget_blocks: Resident blocks of a sparse request.
+        page_rows: Blocks that a summary page describes.
+    """
+    blocks = context / block_size
+    sparse = row.get("sparse_share", 0.0)
+    read_blocks = sparse * (budget_blocks + blocks / page_rows) + (1 - sparse) * blocks
+    return {
+        "hbm_kv_bytes": row["held_blocks"] * block_bytes,
+        "hbm_read_bytes_per_step": row["running"] * read_blocks * block_bytes,
     }
 
 
@@ -118,14 +160,15 @@ def main() -> None:
     with Path(job["results"]).open("a") as results:
         for num_requests in job["requests"]:
             before = counts()
-            row = measure(llm, num_requests, job["context"], job["num_tokens"])
+            row = measure(llm, num_requests, job["context"], job["num_tokens"]) | {"requests": num_requests}
             # One more step lets the backend see that the requests left.
             llm.llm_engine.step()
             after = counts()
             if after:
                 spent = {name: after[name] - before[name] for name in after}
-                row |= derive(row, spent, cap=job["cap"], num_pairs=_num_pairs())
-            row |= {"requests": num_requests, "engine_blocks": pool, "start_s": start_s}
+                row |= derive(row, spent, num_pairs=_num_pairs()) | _host_bytes(row)
+            row |= memory(row, context=job["context"], **_sizes(config, llm))
+            row |= {"engine_blocks": pool, "start_s": start_s} | _device_bytes()
             results.write(json.dumps(row) + "\n")
             results.flush()
     os._exit(0)
@@ -138,6 +181,43 @@ def _num_pairs() -> int:
     assert backend is not None
     assert backend.runtime is not None
     return backend.runtime.shape.num_layers * backend.runtime.shape.num_kv_heads
+
+
+def _host_bytes(row: Mapping[str, float]) -> dict[str, float]:
+    from oasiskv.engine.vllm.worker import current
+
+    backend = current()
+    assert backend is not None
+    assert backend.runtime is not None
+    return {
+        "host_bytes": backend.config.host_pool_bytes,
+        "host_kv_bytes": row["host_held_blocks"] * backend.runtime.shape.host_block_bytes,
+    }
+
+
+def _sizes(config: Any, llm: Any) -> dict[str, Any]:
+    """Return what `memory` must know of the engine."""
+    from oasiskv.engine.vllm import settings
+
+    cache = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config
+    block_size = cache.kv_cache_groups[0].kv_cache_spec.block_size
+    budget_blocks, page_rows = 0, 1
+    if settings.is_enabled(config):
+        layout = settings.sparse_layout(settings.load(config), block_size)
+        budget_blocks, page_rows = layout.budget_blocks, layout.rows_per_page
+    return {
+        "block_size": block_size,
+        "block_bytes": sum(tensor.size for tensor in cache.kv_cache_tensors) / cache.num_blocks,
+        "budget_blocks": budget_blocks,
+        "page_rows": page_rows,
+    }
+
+
+def _device_bytes() -> dict[str, float]:
+    """Return the most that this process took of the GPU; nothing without one."""
+    import torch
+
+    return {"hbm_bytes": torch.cuda.max_memory_reserved()} if torch.cuda.is_available() else {}
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ COUNTERS: dict[str, tuple[str, str]] = {
     "switched_handover": ("switched_for_handover", "Requests that became sparse to go on in another process."),
     "switched_speed": ("switched_for_speed", "Requests that became sparse because steps take less time so."),
     "sparse_rows": ("sparse_steps", "Steps of requests that ran sparse, per worker."),
+    "allowed_blocks": ("allowed_blocks", "Blocks that a KV head was allowed to fetch, summed over these, per worker."),
     "dense_steps": ("dense_steps", "Decode steps of requests that ran with everything resident."),
     "finished_requests": ("finished_requests", "Requests that finished or were aborted."),
     "finished_engine_blocks": ("finished_engine_blocks", "Engine blocks that requests held when they finished."),
