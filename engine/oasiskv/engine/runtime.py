@@ -22,6 +22,7 @@ from oasiskv.engine.host_pool import HostPool
 from oasiskv.engine.pipeline import Pipeline, Stage
 from oasiskv.engine.plan import Batch, StepPlan, StepPlanner
 from oasiskv.engine.probe import Probes
+from oasiskv.engine.settled import SettledCounters
 from oasiskv.engine.state import CacheShape, WorkingSets
 from oasiskv.engine.switch import switch_layer
 from oasiskv.engine.upload import upload
@@ -29,7 +30,7 @@ from oasiskv.kernels.complete import complete
 from oasiskv.kernels.fp8 import round_blocks
 from oasiskv.kernels.predict import predict
 from oasiskv.kernels.publish import publish
-from oasiskv.kernels.rows import Row, Waited, stamp_of
+from oasiskv.kernels.rows import Row, stamp_of
 from oasiskv.kernels.select import select
 from oasiskv.kernels.transfer import store, transfer
 
@@ -68,16 +69,10 @@ class Runtime:
         self._kv_caches = list(kv_caches)
         self._pool = pool
         self._pipeline = pipeline
-        # The device counters as of each layer's last finished background: what may be read while the next one runs.
         self._device = sets.resident.device
-        is_cuda = self._device.type == "cuda"
-        self._settled_counters = torch.zeros(sets.counters.shape, dtype=torch.int64, pin_memory=is_cuda)
-        self._settled_waits = torch.zeros(shape.num_layers, len(Waited), dtype=torch.int64, pin_memory=is_cuda)
-        # On a GPU they are copied every few steps, and read when the copy is over, so that nothing waits for them.
-        self._settled_event = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
-        self._counts: dict[str, float] = {}
-        self._settled_step: int | None = None
+        self._settled = SettledCounters(sets, shape, pipeline, self.counters)
         self.caps = Caps(config)
+        self._counts: dict[str, float] = {}
         self._slot_of: dict[str, int] = {}
         # The last slot is the padding rows'.
         num_slots, max_blocks = len(sets.num_complete) - 1, sets.host_table.shape[1]
@@ -160,8 +155,8 @@ class Runtime:
         """Write finished blocks through, switch requests to sparse, and plan the step."""
         self._step += 1
         self._pipeline.end_pass()
-        if self._settled_event is not None and (self._step % COUNTER_STEPS == 0 or self.caps.is_due(self._step)):
-            self._settle_counters()
+        if not self._settled.is_on_host and (self._step % COUNTER_STEPS == 0 or self.caps.is_due(self._step)):
+            self._settled.settle(self._step - 1)
         slots = [self._slot(request_id) for request_id in batch.request_ids]
         row_of = {request_id: row for row, request_id in enumerate(batch.request_ids)}
         commands, self._commands = self._commands, StepCommands()
@@ -258,8 +253,7 @@ class Runtime:
             fetched = self.sets.plan[layer, : self._num_submitted[layer], ..., 0] >= 0
             self.counters.add_late(layer, int(fetched.sum()), time.perf_counter() - started)
         sets = self.sets
-        if self._settled_event is None:
-            self._settled_counters[layer] = sets.counters[layer]
+        self._settled.note(layer)
         if self._has_work(plan):
             complete(
                 self._kv_caches[layer],
@@ -297,7 +291,7 @@ class Runtime:
         started = time.perf_counter()
         for stage in self._background(layer, num_rows):
             stage()
-        if self._settled_event is None:
+        if self._settled.is_on_host:
             fetched = self.sets.plan[layer, :num_rows, ..., 0] >= 0
             self.counters.add_late(layer, int(fetched.sum()), time.perf_counter() - started)
 
@@ -316,7 +310,7 @@ class Runtime:
     def fence(self) -> None:
         """Wait for the whole background."""
         self._pipeline.fence()
-        self._settle_counters()
+        self._settled.settle(self._step)
 
     def counts(self, *, wait: bool = False) -> dict[str, float]:
         """Return everything counted since the start, in which predicted = hit + fetched + deferred always holds.
@@ -324,15 +318,10 @@ class Runtime:
         Args:
             wait: Wait for the device; else its last counters that arrived are returned.
         """
-        if self._settled_event is not None:
-            if wait:
-                self._settle_counters()
-                self._settled_event.synchronize()
-            elif not self._settled_event.query():  # type: ignore[no-untyped-call]
-                return self._counts or self.counters.snapshot(torch.zeros_like(self._settled_counters), self.shape)
-        if self._pipeline.waited() is not None:
-            self.counters.take_waits(self._settled_waits)
-        self._counts = self._snapshot()
+        if wait:
+            self._settled.wait(self._step)
+        if not self._counts or self._settled.has_arrived():
+            self._counts = self._snapshot()
         return self._counts
 
     def handover_counts(self) -> dict[str, int]:
@@ -340,31 +329,16 @@ class Runtime:
         return self.outbox.counts() | self.inbox.counts()
 
     def _snapshot(self) -> dict[str, float]:
-        counts = self.counters.snapshot(self._settled_counters, self.shape) | self.handover_counts()
-        return counts | {"cap_changes": self.caps.num_changes}
+        return self._settled.snapshot() | self.handover_counts() | {"cap_changes": self.caps.num_changes}
 
     def _measure(self) -> None:
         """Tell the cap's owner of counters that arrived since the last step; asks nothing of the device."""
-        if not self.caps.is_auto:
-            return
-        if self._settled_event is None:
-            if self.caps.is_due(self._step):
-                self.caps.take(self._snapshot(), self._step - 1)
-        elif self._settled_step is not None and self._settled_event.query():  # type: ignore[no-untyped-call]
-            self.counters.take_waits(self._settled_waits)
-            self.caps.take(self._snapshot(), self._settled_step)
-            self._settled_step = None
-
-    def _settle_counters(self) -> None:
-        self._settled_step = self._step - 1
-        self._pipeline.settle(self._copy_counters)
-
-    def _copy_counters(self) -> None:
-        self._settled_counters.copy_(self.sets.counters, non_blocking=True)
-        if (waited := self._pipeline.waited()) is not None:
-            self._settled_waits.copy_(waited, non_blocking=True)
-        if self._settled_event is not None:
-            self._settled_event.record()
+        settled = self._settled
+        if settled.is_on_host and self.caps.is_due(self._step):
+            settled.step = self._step - 1
+        if self.caps.is_auto and settled.step is not None and settled.has_arrived():
+            self.caps.take(self._snapshot(), settled.step)
+            settled.step = None
 
     def close(self) -> None:
         """Finish the background and give the host memory back."""
@@ -474,7 +448,7 @@ class Runtime:
             started = time.perf_counter()
             self.inbox.bring(self._staged, layer, plan, rows)
             transfer(self._pool.units, layer, kv_cache, plan, rows, sets.host_table, sets.slot_ids)
-            if self._settled_event is None:
+            if self._settled.is_on_host:
                 self.counters.transfer_s += time.perf_counter() - started
 
         return [run_predict, run_select, run_transfer]
