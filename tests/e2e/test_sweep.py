@@ -36,11 +36,20 @@ def test_a_sweep_measures_every_round_once(tmp_path: Path, capsys: pytest.Captur
         assert row["steps"] >= 10
         assert 0 < row["tpot_ms_p50"] <= row["tpot_ms_p99"]
         assert 0 < row["ttft_s_p50"] < row["wall_s"]
+        # 14 blocks of 16 tokens, or 7 of 32, of 2 layers: one head of 32 numbers for K and for V in float32.
+        token_bytes = 2 * 2 * 32 * 4
+        assert row["hbm_kv_bytes"] >= 200 * token_bytes
+        assert row["hbm_kv_bytes"] % (16 * token_bytes) == 0
         if mode == "oasiskv":
             assert row["sparse_rows"] > 10 * requests
             assert 0 < row["cap_share"] <= 1
             assert 0 < row["hit_share"] < 1
             assert row["load_bytes_per_step"] > 0
+            assert row["cap_mean"] == 4
+            assert 0.5 < row["sparse_share"] <= 1
+            assert 0 < row["host_kv_bytes"] <= row["host_bytes"] == 2**26
+            # Requests are short while they decode, but their prompts were whole.
+            assert row["hbm_read_bytes_per_step"] < rows["dense", requests]["hbm_read_bytes_per_step"]
     # Nothing is missing now, so no engine starts and the file stays as it is.
     before, lines = results.read_bytes(), capsys.readouterr().out
     assert main([*command, "3", "1"]) == 0

@@ -199,15 +199,15 @@ def _sizes(config: Any, llm: Any) -> dict[str, Any]:
     """Return what `memory` must know of the engine."""
     from oasiskv.engine.vllm import settings
 
-    cache = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config
-    block_size = cache.kv_cache_groups[0].kv_cache_spec.block_size
+    (group,) = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config.kv_cache_groups
+    block_size = group.kv_cache_spec.block_size
     budget_blocks, page_rows = 0, 1
     if settings.is_enabled(config):
         layout = settings.sparse_layout(settings.load(config), block_size)
         budget_blocks, page_rows = layout.budget_blocks, layout.rows_per_page
     return {
         "block_size": block_size,
-        "block_bytes": sum(tensor.size for tensor in cache.kv_cache_tensors) / cache.num_blocks,
+        "block_bytes": group.kv_cache_spec.page_size_bytes * len(group.layer_names),
         "budget_blocks": budget_blocks,
         "page_rows": page_rows,
     }
