@@ -95,6 +95,10 @@ class LookaheadConfig:
     """When requests become sparse: as early as they can, as late as the engine's pool allows, or (auto) late and also
     when steps take less time so; without measured times for the device, early."""
 
+    drafting: Literal["always", "when-sparse"] = "always"
+    """Whether an EAGLE-3 drafter runs in every step, or (model runner V2) only while some request is sparse; in the
+    other steps it then keeps its KV up to date and drafts nothing."""
+
     signal: Literal["auto", "joined", "flags"] = "auto"
     """How captured steps on a GPU are ordered against the background: joined at the end of each step, by flags in
     device memory per layer, or whichever is faster for the number of requests."""
@@ -144,6 +148,7 @@ class LookaheadConfig:
             ("host_dtype", ("auto", "fp8")),
             ("host_backing", ("private", "shared")),
             ("switch", ("auto", "early", "late")),
+            ("drafting", ("always", "when-sparse")),
             ("signal", ("auto", "joined", "flags")),
             ("handover_mode", ("full", "partial", "capped")),
         ):

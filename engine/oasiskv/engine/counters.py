@@ -23,6 +23,8 @@ class RuntimeCounters:
     """Time in which transfers were under way, where that is measured."""
     stored_blocks: int = 0
     """Blocks written through while dense, all layers and heads."""
+    undrafted_steps: int = 0
+    """Steps in which the drafter only kept its KV up to date."""
     switches: int = 0
     """Requests that became sparse."""
     sparse_rows: int = 0
@@ -75,6 +77,7 @@ class RuntimeCounters:
             "transfer_seconds": self.transfer_s,
             "load_bytes": total[Counter.FETCHED] * shape.unit_bytes,
             "store_bytes": stored_units * shape.unit_bytes,
+            "undrafted_steps": self.undrafted_steps,
             "switches": self.switches,
             "sparse_rows": self.sparse_rows,
             "allowed_blocks": self.allowed_blocks,

@@ -230,6 +230,18 @@ class Runtime:
         self._plan = self._planner.plan_drafting(self._plan, query_start_loc, seq_lens, block_table)
         return self._plan
 
+    def pass_drafter_by(self, layer: int, query: torch.Tensor) -> None:
+        """Note that the running step, in which no row is sparse, has no pass of the drafter but for K, V and queries.
+
+        Args:
+            layer: The drafter's.
+            query: As in `publish`.
+        """
+        self._pipeline.end_pass()
+        self._pipeline.wait(layer)
+        self.publish(layer, query)
+        self.counters.undrafted_steps += 1
+
     def make_up_drafting(self) -> bool:
         """Say whether the running step, now at its end, had no drafter's pass, and make up for it if so.
 

@@ -26,6 +26,10 @@ COUNTERS: dict[str, tuple[str, str]] = {
     "cap_changes": ("cap_changes", "How often the cap changed, per worker."),
     "load_bytes": ("load_bytes", "Bytes moved from host memory into resident slots."),
     "store_bytes": ("store_bytes", "Bytes written through to host memory."),
+    "undrafted_steps": (
+        "undrafted_steps",
+        "Steps in which the drafter only kept its KV up to date, for no request was sparse; per worker.",
+    ),
     "switches": ("switches", "Requests that became sparse, per worker."),
     "switched_early": ("switched_early", "Requests that became sparse as early as they could."),
     "switched_memory": ("switched_for_memory", "Requests that became sparse because the engine's pool was full."),

@@ -60,6 +60,7 @@ class WorkerBackend:
         self._sets: WorkingSets | None = None
         self._num_drafts: dict[str, int] = {}
         self._usable: set[str] = set()
+        self._was_passed_by = False
         self.is_warming_up = False
         self._weight_bytes = 0
         self._is_pending = False
@@ -177,8 +178,9 @@ class WorkerBackend:
         )
         self._num_drafts = {request_id: len(ids) for request_id, ids in drafts.items()}
         self._usable = {request_id for request_id, ids in drafts.items() if ids and not (knows_ids and ids[-1] < 0)}
-        if is_drafter_left_out:
+        if is_drafter_left_out or self._was_passed_by:
             self._usable = set()
+        self._was_passed_by = False
         self._is_pending = self._is_running = scheduler_output.total_num_scheduled_tokens > 0
 
     def begin_step(
@@ -205,6 +207,17 @@ class WorkerBackend:
         """Return the plan of the step about to run, once; None for a pass that has no requests behind it."""
         plan, self._fresh_plan = self._fresh_plan, None
         return plan
+
+    def needs_drafts(self) -> bool:
+        """Say whether the drafter must run behind the running step: a row is sparse, or none is anybody's."""
+        plan = None if self.runtime is None else self.runtime.plan
+        return plan is None or plan.num_rows == 0 or plan.num_sparse > 0
+
+    def pass_drafter_by(self, name: str, query: torch.Tensor) -> None:
+        """Note that the drafter makes no drafts in the running step; see `Runtime.pass_drafter_by`."""
+        assert self.runtime is not None
+        self._was_passed_by = True
+        self.runtime.pass_drafter_by(self.layer(name), query)
 
     def begin_drafting(
         self, query_start_loc: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor
@@ -370,6 +383,10 @@ class LookaheadWorker(HandoverCalls):
         self.backend.load(target_layer_names(runner), self.device, self.attention_impl(), weight_bytes(runner))
         if not runner_is_v2(self):
             self.backend.v1_batch = runner.input_batch
+        elif self.backend.config.drafting == "when-sparse":
+            from oasiskv.engine.vllm import drafting
+
+            drafting.install(runner, self.backend)
         if getattr(runner, "rejection_sampler", None) is not None and not runner_is_v2(self):
             from oasiskv.engine.vllm.sampling import RejectDrafts
 
