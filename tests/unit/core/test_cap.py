@@ -230,6 +230,16 @@ def test_where_most_heads_fetch_less_than_they_may_those_that_lack_more_may_fetc
     assert caps[0] < caps[1] < caps[2] == caps[3] == LIMITS.most
 
 
+def test_steps_that_fetched_little_and_so_looked_slow_do_not_lower_the_cap() -> None:
+    link, rule = SimulatedLink(), CapRule(LIMITS)
+    for _ in range(100):
+        rule.step(CapInput(num_rows=24, measured=link.measure(24, rule.cap)))
+    settled = rule.cap
+    for _ in range(3):
+        rule.step(CapInput(num_rows=24, measured=link.measure(24, rule.cap, 0.02 * rule.cap)))
+        assert rule.cap >= settled
+
+
 RAMP = [rows for rows in (*range(4, 97, 4), *range(92, 3, -4)) for _ in range(60)]
 
 
