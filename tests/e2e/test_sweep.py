@@ -36,8 +36,8 @@ def test_a_sweep_measures_every_round_once(tmp_path: Path, capsys: pytest.Captur
         assert row["steps"] >= 10
         assert 0 < row["tpot_ms_p50"] <= row["tpot_ms_p99"]
         assert 0 < row["ttft_s_p50"] < row["wall_s"]
-        # 14 blocks of 16 tokens, or 7 of 32, of 2 layers: one head of 32 numbers for K and for V in float32.
-        token_bytes = 2 * 2 * 32 * 4
+        # 14 blocks of 16 tokens, or 7 of 32, of 2 layers: one head of 32 numbers for K and for V in bfloat16.
+        token_bytes = 2 * 2 * 32 * 2
         assert row["hbm_kv_bytes"] >= 200 * token_bytes
         assert row["hbm_kv_bytes"] % (16 * token_bytes) == 0
         if mode == "oasiskv":
