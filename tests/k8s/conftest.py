@@ -13,8 +13,8 @@ NUM_NODES = 100
 
 
 def _missing(what: str) -> None:
-    """Skip with a word on how to get what is missing; where CI runs, it is there or something is wrong."""
-    if os.environ.get("CI"):
+    """Skip with a word on how to get what is missing, but where `.ci/run` has found it."""
+    if os.environ.get("OASISKV_REQUIRE_CONTROL_PLANE"):
         pytest.fail(what)
     pytest.skip(what)
 

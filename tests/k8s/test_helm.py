@@ -120,7 +120,7 @@ def binary(request: pytest.FixtureRequest) -> Path:
     path: Path = request.param
     if path not in helms():
         why = "helm: expected helm, helm3 or helm4 in KUBEBUILDER_ASSETS or PATH, got none"
-        if os.environ.get("CI"):  # there it is, or something is wrong
+        if os.environ.get("OASISKV_REQUIRE_CONTROL_PLANE"):
             pytest.fail(why)
         pytest.skip(why)
     return path
