@@ -1,19 +1,30 @@
 """Makes `Facts` of objects as the API server returns them; the shell reads, this understands."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import lru_cache
 from typing import Any
 
 from oasiskv.core.errors import ConfigError
 from oasiskv.operator.api import ProfileSpec
 from oasiskv.operator.api_status import ServiceStatus
 from oasiskv.operator.facts import Decode, Facts, Node, Profile, Ref, Taint, Workload
-from oasiskv.operator.kinds import quantity, read
+from oasiskv.operator.kinds import SUFFIXES, read
 from oasiskv.operator.names import KV, ROLE, SERVICE
 
 Object = Mapping[str, Any]
 ENDED = ("Succeeded", "Failed")
+SIZES: Mapping[str, Fraction | int] = {
+    **SUFFIXES,
+    "n": Fraction(1, 10**9),
+    "u": Fraction(1, 10**6),
+    "m": Fraction(1, 1000),
+    "E": 10**18,
+    "Ei": 2**60,
+}
+"""By suffix, those too that no spec of ours may have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,7 +201,7 @@ def read_node(node: Object) -> Node:
     return Node(
         name=node["metadata"]["name"],
         labels=node["metadata"].get("labels", {}),
-        allocatable={key: quantity(str(value)) for key, value in node["status"].get("allocatable", {}).items()},
+        allocatable={key: amount(str(value)) for key, value in node["status"].get("allocatable", {}).items()},
         taints=tuple(
             Taint(key=taint["key"], value=taint.get("value", ""), effect=taint["effect"])
             for taint in node["spec"].get("taints", ())
@@ -220,14 +231,30 @@ def read_pod(pod: Object) -> Pod:
 
 def _requests(pod: Object) -> dict[str, Fraction]:
     """Return what the scheduler reserves: the sum of the containers, or the largest of those that run before them."""
+    before = pod["spec"].get("initContainers", ())
+    # A sidecar begins with those that run before, and stays.
+    stays = [*pod["spec"]["containers"], *(each for each in before if each.get("restartPolicy") == "Always")]
     total: dict[str, Fraction] = {}
-    for container in pod["spec"]["containers"]:
-        for resource, text in container.get("resources", {}).get("requests", {}).items():
-            total[resource] = total.get(resource, Fraction()) + quantity(str(text))
-    for container in pod["spec"].get("initContainers", ()):
-        for resource, text in container.get("resources", {}).get("requests", {}).items():
-            total[resource] = max(total.get(resource, Fraction()), quantity(str(text)))
+    for container in stays:
+        add(total, _asked(container))
+    for container in before:
+        for resource, number in _asked(container).items():
+            total[resource] = max(total.get(resource, Fraction()), number)
     return total
+
+
+def _asked(container: Object) -> dict[str, Fraction]:
+    requests = container.get("resources", {}).get("requests", {})
+    return {resource: amount(str(text)) for resource, text in requests.items()}
+
+
+@lru_cache(4096)
+def amount(text: str) -> Fraction:
+    """Return the value of a quantity that somebody else wrote, in any form that Kubernetes has; 0 of what is none."""
+    match = re.fullmatch(r"([+-]?[0-9]*\.?[0-9]*)(?:[eE]([+-]?[0-9]+)|([A-Za-z]*))", text)
+    if match is None or (match[3] or "") not in SIZES or not any(map(str.isdigit, match[1])):
+        return Fraction()
+    return Fraction(match[1]) * (Fraction(10) ** int(match[2]) if match[2] else SIZES[match[3] or ""])
 
 
 def _configs(objects: Iterable[Object]) -> Iterable[str]:

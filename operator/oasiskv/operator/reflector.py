@@ -76,8 +76,14 @@ class Reflector(Generic[Kept]):
         key, version = _key(made), int(made["metadata"]["resourceVersion"])
         if version > self._versions.get(key, 0):
             before = self.items.get(key)
-            self._versions[key], self.items[key] = version, self._keep(made)
-            self._changed(key, before, self.items[key])
+            try:
+                kept = self._keep(made)
+            except Exception:
+                # One object that is not understood must not end the watch of all others.
+                log.exception("cannot read", extra={"path": self._path, "object": key})
+                return
+            self._versions[key], self.items[key] = version, kept
+            self._changed(key, before, kept)
 
     def drop(self, key: Key, version: int) -> None:
         """Forget an object that was deleted at a version."""

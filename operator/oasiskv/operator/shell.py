@@ -76,6 +76,12 @@ class Shell:
             fields = {"namespace": key[0], "service": key[1], "error": str(error), "again_in_s": round(wait_s, 1)}
             log.log(logging.INFO if result == "conflict" else logging.WARNING, "turn failed", extra=fields)
             return wait_s
+        except Exception as error:
+            # A mistake of ours about one service must not take the others down.
+            result = "failed"
+            wait_s = self._wait_s(key, error)
+            log.exception("turn failed", extra={"namespace": key[0], "service": key[1], "again_in_s": round(wait_s, 1)})
+            return wait_s
         finally:
             self._metrics.reconcile_s.labels(result).observe(time.perf_counter() - begin_s)
 

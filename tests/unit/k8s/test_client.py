@@ -182,6 +182,20 @@ def test_an_answer_to_a_write_counts_at_once_but_does_not_bring_back_what_was_de
     with_api(test)
 
 
+def test_an_object_that_is_not_understood_does_not_end_the_watch() -> None:
+    async def test(api: FakeApi) -> None:
+        broken = config_map("broken")
+        del broken["data"]
+        api.put(broken)
+        watched = Watched(api)
+        await watched.reflector.is_synced.wait()
+        api.put(config_map())
+        await watched.until(lambda: watched.said == [("a", None, "1")])
+        await watched.stop()
+
+    with_api(test)
+
+
 def test_a_silent_watch_is_given_up_and_gone_on_with(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "IDLE_S", 0.05)
     monkeypatch.setattr("oasiskv.operator.reflector.FIRST_PAUSE_S", 0.01)

@@ -6,7 +6,7 @@ import pytest
 
 from oasiskv.operator.facts import Facts, Ref, Taint, Workload
 from oasiskv.operator.kinds import write
-from oasiskv.operator.observe import Seen, add, observe, read_node, read_pod
+from oasiskv.operator.observe import Seen, add, amount, observe, read_node, read_pod
 from oasiskv.operator.reconcile import reconcile
 from oasiskv.operator.testing import service
 
@@ -152,6 +152,14 @@ def test_a_node_is_used_by_what_others_request_and_by_staging_but_not_by_own_eng
     assert found.allocatable == {"cpu": Fraction(4), "memory": Fraction(2**30)}
 
 
+def test_a_sidecar_counts_beside_the_containers() -> None:
+    sidecar = {"restartPolicy": "Always", "resources": {"requests": {"cpu": "2"}}}
+    spec = {"nodeName": "n", "containers": [{"resources": {"requests": {"cpu": "1"}}}], "initContainers": [sidecar]}
+    other = {"name": "o", "namespace": "other", "labels": {}}
+    (found,) = facts(nodes=[node()], pods=[pod(metadata=other, spec=spec)]).nodes or ()
+    assert found.used == {"cpu": 3}
+
+
 @pytest.mark.parametrize(("spec", "is_ready"), [({}, True), ({"unschedulable": True}, False)])
 def test_a_node_that_takes_no_pods_is_not_ready(spec: dict[str, Any], is_ready: bool) -> None:
     (found,) = facts(nodes=[node(**spec)]).nodes or ()
@@ -196,3 +204,27 @@ def test_a_profile_is_read_with_its_generation() -> None:
     found = facts(profile={"metadata": {"generation": 3}, "spec": {"network": {"fabric": "Stream"}}}).profile
     assert found is not None
     assert (found.generation, found.spec.network.fabric) == (3, "Stream")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("16", 16),
+        ("500m", Fraction(1, 2)),
+        ("1.5Gi", 3 * 2**29),
+        ("2Ei", 2**61),
+        ("1E", 10**18),
+        ("1E3", 1000),
+        ("12e-1", Fraction(6, 5)),
+        ("100n", Fraction(1, 10**7)),
+        ("250u", Fraction(1, 4000)),
+        (".5", Fraction(1, 2)),
+        ("-1", -1),
+        ("", 0),
+        ("many", 0),
+        ("1 Gi", 0),
+        ("1GiB", 0),
+    ],
+)
+def test_every_way_to_write_a_quantity_is_read(text: str, value: Fraction) -> None:
+    assert amount(text) == value

@@ -212,6 +212,20 @@ def test_a_broken_server_is_asked_ever_less_often_and_in_the_end_everything_is_t
     run(test)
 
 
+def test_a_mistake_of_the_operator_is_logged_and_the_service_tried_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test(bench: Bench) -> None:
+        nothing: dict[str, Any] = {}
+        monkeypatch.setattr("oasiskv.operator.shell.reconcile", lambda service, facts: nothing["missing"])
+        assert await bench.turn() is not None
+        assert "KeyError: 'missing'" in caplog.text
+        monkeypatch.undo()
+        assert await bench.turn() is None
+
+    run(test)
+
+
 def test_without_the_lease_nothing_is_written() -> None:
     async def test(bench: Bench) -> None:
         bench.may_write = False
