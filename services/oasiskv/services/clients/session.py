@@ -342,7 +342,7 @@ class StagingSession:
 
     async def _renew_forever(self) -> None:
         """Keep the peer and all its leases; become another peer when the service was started again."""
-        wait_s = self._ttl_ms / 3000
+        wait_s, is_away = self._ttl_ms / 3000, False
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
@@ -352,11 +352,14 @@ class StagingSession:
             try:
                 if not await self._is_known():
                     return
+                is_away = False
                 if self._link_is_lost:
                     self._link_is_lost = False  # tried once; where it cannot be had, bytes go by stream from now on
                     await self._reopen(*await self._choose_path())
             except PeerUnavailableError as error:
-                logger.warning("staging at %s: leases are not renewed: %s", self._config.address, error)
+                level = logging.DEBUG if is_away else logging.WARNING  # once for each time that it goes away
+                logger.log(level, "staging at %s: leases are not renewed: %s", self._config.address, error)
+                is_away = True
                 wait_s = min(wait_s, AWAY_S)
                 with contextlib.suppress(ConfigError):
                     self._client.refresh()
