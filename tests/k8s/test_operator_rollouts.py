@@ -92,8 +92,8 @@ def test_quick_edits_never_ask_for_more_than_the_budget(
         for made in plane.get("deployments", "-n", namespace, "-l", "oasiskv.io/service=chat")["items"]:
             spec = made["spec"]
             budgets.add((spec["replicas"], spec["strategy"]["rollingUpdate"]["maxUnavailable"]))
-        # The controllers of Deployments may themselves be a pod short for a moment when templates change this fast; what
-        # is the operator's is never to ask for less, and never to take away what serves.
+        # Deployments' controllers may themselves be a pod short for a moment when templates change this fast. What is
+        # the operator's: never to ask for less, and never to take away what serves.
         for role in roles:
             assert num_ready(pods(plane, namespace, role)) >= 1
         time.sleep(0.05)
