@@ -1,7 +1,6 @@
 """Rounding to fp8, against a table of all its numbers."""
 
 import itertools
-import math
 from dataclasses import replace
 from importlib import import_module
 
@@ -11,7 +10,7 @@ import torch
 from oasiskv.core.errors import ConfigError
 from oasiskv.kernels.fp8 import round_blocks
 from oasiskv.kernels.fp8.reference import narrow, views, widen
-from oasiskv.kernels.testing import Shape, distinct, generator, host_units, numbers
+from oasiskv.kernels.testing import FP8_NUMBERS, Shape, distinct, generator, host_units, nearest, number_of, numbers
 
 SHAPES = [
     Shape(block_size=16, head_dim=64, num_kv_heads=1),
@@ -21,24 +20,6 @@ SHAPES = [
 ]
 
 
-def number_of(code: int) -> float:
-    """A number of the format e4m3, read from its bits: sign, four of exponent, three of fraction."""
-    exponent, fraction = code >> 3 & 15, code & 7
-    size = fraction * 2.0**-9 if exponent == 0 else (8 + fraction) * 2.0 ** (exponent - 10)
-    return -size if code & 128 else size
-
-
-NUMBERS = [number_of(code) for code in range(127)]
-"""All that are not negative, ascending; code 127 is NaN."""
-
-
-def nearest(number: float, largest: float) -> float:
-    """The nearest number of the format up to a largest one; of two, that with the even code."""
-    candidates = [code for code in range(127) if NUMBERS[code] <= largest]
-    code = min(candidates, key=lambda code: (abs(NUMBERS[code] - min(abs(number), largest)), code % 2))
-    return math.copysign(NUMBERS[code], number)
-
-
 def plainly(half: list[float], dtype: torch.dtype) -> list[float]:
     """The K or the V of a unit, rounded one number at a time."""
     infinity = float("inf")
@@ -46,8 +27,8 @@ def plainly(half: list[float], dtype: torch.dtype) -> list[float]:
     scale = 2.0**-100
     while max(finite, default=0) > 448 * scale and scale < 2.0 ** (8 if dtype == torch.float16 else 120):
         scale *= 2
-    largest = max(x for x in NUMBERS if float(torch.tensor(x * scale, dtype=torch.float64).to(dtype)) < infinity)
-    return [x if x != x else nearest(x / scale if abs(x) < infinity else x, largest) * scale for x in half]
+    largest = max(x for x in FP8_NUMBERS if float(torch.tensor(x * scale, dtype=torch.float64).to(dtype)) < infinity)
+    return [x if x != x else number_of(nearest(x / scale if abs(x) < infinity else x, largest)) * scale for x in half]
 
 
 def assert_same(got: torch.Tensor, wanted: torch.Tensor) -> None:
@@ -60,7 +41,7 @@ def assert_same(got: torch.Tensor, wanted: torch.Tensor) -> None:
 HALVES = {
     "ordinary": [1.0, -2.3, 0.4, 17.3, -0.01, 3.14159, 0.0, -0.0],
     "all numbers between two of the format": [448 - index / 8 for index in range(1025)],
-    "ties": [x for a, b in itertools.pairwise(NUMBERS) for x in ((a + b) / 2, -(a + b) / 2)],
+    "ties": [x for a, b in itertools.pairwise(FP8_NUMBERS) for x in ((a + b) / 2, -(a + b) / 2)],
     "carries": [31.6, 15.6, 7.9, 1.97, 0.99, 448.0, -0.0155, 0.0157],
     "just above what a scale holds": [448.5, 449.0, 1.0],
     "small beside large": [448.0, 2.0**-9, 2.0**-10, 1.5 * 2.0**-10, 2.0**-11, -(2.0**-7), 0.0079],

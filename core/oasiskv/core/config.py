@@ -71,6 +71,10 @@ class LookaheadConfig:
     """Rows kept per block: the largest and least key (any score_alpha), or their midpoint alone (score_alpha 0, half
     the memory)."""
 
+    summary_dtype: Literal["auto", "fp8"] = "auto"
+    """Type of those rows: that of the engine's KV cache, or fp8, half of 16-bit rows in memory and to read; the least and
+    the largest key are rounded outward, so that a bound stays a bound."""
+
     group_reduction: Literal["max", "sum", "softmax"] = "max"
     """How the scores of the query heads that share a KV head combine."""
 
@@ -144,6 +148,7 @@ class LookaheadConfig:
         for name, allowed in (
             ("prediction", get_args(Prediction)),
             ("summary", ("minmax", "mid")),
+            ("summary_dtype", ("auto", "fp8")),
             ("group_reduction", ("max", "sum", "softmax")),
             ("host_dtype", ("auto", "fp8")),
             ("host_backing", ("private", "shared")),

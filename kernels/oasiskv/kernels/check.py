@@ -96,15 +96,16 @@ def rows(value: torch.Tensor, device: torch.device) -> int:
     return value.shape[0]
 
 
-def layout(value: SummaryLayout, cache_shape: tuple[int, int, int]) -> None:
+def layout(value: SummaryLayout, cache_shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     """Check that summaries of this layout fit the blocks of a cache.
 
     Args:
         value: The argument `layout`.
         cache_shape: What `cache` returned.
+        dtype: Dtype of the cache.
 
     Raises:
-        ConfigError: Block size or head dimension differ from the cache's.
+        ConfigError: Block size, head dimension, or with fp8 rows the bytes of an element, differ from the cache's.
     """
     _, block_size, width = cache_shape
     if (value.block_size, 2 * value.head_dim) != (block_size, width):
@@ -112,3 +113,5 @@ def layout(value: SummaryLayout, cache_shape: tuple[int, int, int]) -> None:
             f"layout: expected block_size {block_size} and head_dim {width // 2}, "
             f"got {value.block_size} and {value.head_dim}"
         )
+    if value.is_fp8 and value.dtype_bytes != dtype.itemsize:
+        raise ConfigError(f"layout: expected dtype_bytes {dtype.itemsize}, got {value.dtype_bytes}")

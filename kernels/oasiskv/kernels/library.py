@@ -32,11 +32,18 @@ def _write_nothing(*_: object, **__: object) -> None:
     """Stand in for an operation while shapes are traced: it returns nothing and changes no shape."""
 
 
-def layout_of(cache: torch.Tensor, is_mid: bool) -> SummaryLayout:
+def layout_of(cache: torch.Tensor, is_mid: bool, is_fp8: bool) -> SummaryLayout:
     """Return the layout of summaries in a cache; an op's schema carries no layout.
 
     Args:
         cache: `[num_blocks, num_kv_heads, block_size, 2 * head_dim]`.
         is_mid: Whether the kind is `mid`.
+        is_fp8: Whether rows are fp8.
     """
-    return SummaryLayout(kind="mid" if is_mid else "minmax", block_size=cache.shape[2], head_dim=cache.shape[3] // 2)
+    return SummaryLayout(
+        kind="mid" if is_mid else "minmax",
+        block_size=cache.shape[2],
+        head_dim=cache.shape[3] // 2,
+        is_fp8=is_fp8,
+        dtype_bytes=cache.element_size(),
+    )

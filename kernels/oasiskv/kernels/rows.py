@@ -2,7 +2,10 @@
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Literal
+from typing import Literal, Self
+
+from oasiskv.core.config import LookaheadConfig
+from oasiskv.core.errors import UnsupportedError
 
 Reduction = Literal["max", "sum", "softmax"]
 """How the scores of the query heads that share a KV head become one score."""
@@ -72,15 +75,57 @@ class SummaryLayout:
     A page is an engine block of shape `[num_kv_heads, block_size, 2 * head_dim]`. A page of one head is read as
     `rows_per_page` rows: `[max | min]` of width `2 * head_dim`, or the midpoint alone of width `head_dim`. The summary
     of `block_index` is row `block_index % rows_per_page` of page `block_index // rows_per_page`.
+
+    Rows of fp8 are bytes. Behind all rows of a page lie `rows_per_page` bytes more: with which power of two the numbers
+    of a row are to be multiplied, as the exponent of a float32.
     """
 
     kind: Literal["minmax", "mid"]
     block_size: int
     head_dim: int
+    is_fp8: bool = False
+    """Whether rows are fp8; else they have the dtype of the cache."""
+    dtype_bytes: int = 2
+    """Bytes of an element of the cache. They count for fp8 alone: so many rows have room in a page."""
+
+    def __post_init__(self) -> None:
+        """Check that rows begin where a GPU reads 16 bytes at a time.
+
+        Raises:
+            UnsupportedError: Those of this head_dim do not.
+        """
+        if self.is_fp8 and self.width % 16:
+            raise UnsupportedError(
+                f"summary_dtype: expected auto with head_dim {self.head_dim} and summary {self.kind!r}, whose fp8 rows "
+                f"are {self.width} bytes and not a multiple of 16, got fp8"
+            )
+
+    @classmethod
+    def of(cls, config: LookaheadConfig, block_size: int, head_dim: int, dtype_bytes: int) -> Self:
+        """Return the layout of an engine's summaries.
+
+        Args:
+            config: The backend's settings.
+            block_size: Tokens per block.
+            head_dim: Width of K per token and KV head.
+            dtype_bytes: Bytes of an element of the cache.
+
+        Raises:
+            UnsupportedError: Rows of this head_dim cannot be fp8.
+        """
+        return cls(
+            kind=config.summary,
+            block_size=block_size,
+            head_dim=head_dim,
+            is_fp8=config.summary_dtype == "fp8",
+            dtype_bytes=dtype_bytes,
+        )
 
     @property
     def rows_per_page(self) -> int:
         """Blocks summarized by one page."""
+        if self.is_fp8:
+            return self.block_size * 2 * self.head_dim * self.dtype_bytes // (self.width + 1)
         return self.block_size if self.kind == "minmax" else 2 * self.block_size
 
     @property

@@ -1,5 +1,8 @@
 """Input builders and tolerances that tests and benchmarks of the operations share."""
 
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -36,12 +39,20 @@ class Shape:
     dtype: torch.dtype = torch.float32
     is_fp8: bool = False
     """Whether the host pool holds fp8 units."""
+    has_fp8_rows: bool = False
+    """Whether summaries are fp8."""
     device: str = "cpu"
 
     @property
     def layout(self) -> SummaryLayout:
         """Layout of the summaries."""
-        return SummaryLayout(kind=self.kind, block_size=self.block_size, head_dim=self.head_dim)
+        return SummaryLayout(
+            kind=self.kind,
+            block_size=self.block_size,
+            head_dim=self.head_dim,
+            is_fp8=self.has_fp8_rows,
+            dtype_bytes=self.dtype.itemsize,
+        )
 
     @property
     def unit(self) -> tuple[int, int, int]:
@@ -100,3 +111,55 @@ def host_units(num_host_blocks: int, shape: Shape, random: torch.Generator) -> t
             write(units, layer, torch.arange(num_host_blocks), drawn[:, layer])
         drawn = units
     return drawn if shape.device == "cpu" else drawn.pin_memory()
+
+
+def number_of(code: int) -> float:
+    """Read a number of e4m3 from its bits: sign, four of exponent, three of fraction."""
+    exponent, fraction = code >> 3 & 15, code & 7
+    size = fraction * 2.0**-9 if exponent == 0 else (8 + fraction) * 2.0 ** (exponent - 10)
+    return -size if code & 128 else size
+
+
+FP8_NUMBERS = [number_of(code) for code in range(127)]
+"""All that are not negative, ascending; code 127 is NaN."""
+
+
+def nearest(number: float, largest: float = 448.0) -> int:
+    """Return the code of the nearest number of e4m3 up to a largest one; of two, the even code."""
+    candidates = [code for code in range(127) if FP8_NUMBERS[code] <= largest]
+    code = min(candidates, key=lambda code: (abs(FP8_NUMBERS[code] - min(abs(number), largest)), code % 2))
+    return code | 128 * (math.copysign(1, number) < 0)
+
+
+def at_least(number: float) -> int:
+    """Return the code of the least number of e4m3 that is not less."""
+    if number > 0:
+        return bisect_left(FP8_NUMBERS, number)
+    return 128 + bisect_right(FP8_NUMBERS, -number) - 1
+
+
+def fp8_row(keys: Sequence[Sequence[float]], kind: Literal["minmax", "mid"]) -> bytes:
+    """Summarize the keys of a block as fp8, one number at a time.
+
+    Returns:
+        A byte for each number of the row, and that of the exponent. A zero has no sign.
+    """
+    columns = list(zip(*keys, strict=True))
+    is_spoilt = [any(math.isnan(number) for number in column) for column in columns]
+    upper = [math.nan if bad else max(column) for column, bad in zip(columns, is_spoilt, strict=True)]
+    lower = [math.nan if bad else min(column) for column, bad in zip(columns, is_spoilt, strict=True)]
+    row = upper + lower if kind == "minmax" else [(a + b) / 2 for a, b in zip(upper, lower, strict=True)]
+    largest = max((abs(number) for number in row if math.isfinite(number)), default=0.0)
+    exponent = -100
+    while largest > 448 * 2.0**exponent:
+        exponent += 1
+    codes = []
+    for place, number in enumerate(row):
+        scaled = number * 2.0**-exponent
+        if not math.isfinite(number):
+            codes.append(127)
+        elif kind == "mid":
+            codes.append(nearest(scaled))
+        else:
+            codes.append(at_least(scaled) if place < len(upper) else at_least(-scaled) ^ 128)
+    return bytes([*(0 if code == 128 else code for code in codes), exponent + 127])

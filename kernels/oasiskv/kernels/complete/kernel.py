@@ -7,6 +7,7 @@ import triton.language as tl
 from oasiskv.kernels.fp8 import kernel as fp8
 from oasiskv.kernels.fp8.kernel import exponent_of, finite_bits, narrow, power_of_two, widen
 from oasiskv.kernels.rows import FRESH, Counter, Row, SummaryLayout
+from oasiskv.kernels.summarize.kernel import store_fp8_rows
 
 
 @triton.jit
@@ -24,6 +25,7 @@ def _narrowed(content, inside, out, out_scale, LEAST: tl.constexpr, TOP: tl.cons
 @triton.jit(do_not_specialize=["layer"])
 def _complete(
     kv_cache,
+    pages,
     units,
     scales,
     rows,
@@ -56,6 +58,8 @@ def _complete(
     COUNTERS: tl.constexpr,
     WASTED: tl.constexpr,
     EVICTED: tl.constexpr,
+    FP8_ROWS: tl.constexpr,
+    PAGE: tl.constexpr,
     FP8: tl.constexpr,
     PART: tl.constexpr,
     LEAST: tl.constexpr,
@@ -106,16 +110,22 @@ def _complete(
         tl.store(resident + state, block, mask=slot == victim)
         tl.store(stamp + state, 2 * step, mask=slot == victim)
 
-        upper = tl.max(keys.to(tl.float32), axis=0)
-        lower = tl.min(keys.to(tl.float32), axis=0)
-        WIDTH: tl.constexpr = D if MID else 2 * D
-        summary = kv_cache + (page * H + head) * unit + (block % PER_PAGE) * WIDTH + dim
-        dtype: tl.constexpr = kv_cache.dtype.element_ty
-        if MID:
-            tl.store(summary, ((upper + lower) / 2).to(dtype), mask=dim < D)
+        page = pages + (page * H + head) * PAGE
+        if FP8_ROWS:
+            one = tl.zeros([1], tl.int32)
+            all_keys = keys.to(tl.float32)[None, :, :]
+            store_fp8_rows(all_keys, inside, page + one, block % PER_PAGE + one, D, DIM, PER_PAGE, MID, NATIVE)
         else:
-            tl.store(summary, upper.to(dtype), mask=dim < D)
-            tl.store(summary + D, lower.to(dtype), mask=dim < D)
+            upper = tl.max(keys.to(tl.float32), axis=0)
+            lower = tl.min(keys.to(tl.float32), axis=0)
+            WIDTH: tl.constexpr = D if MID else 2 * D
+            summary = page + (block % PER_PAGE) * WIDTH + dim
+            dtype: tl.constexpr = kv_cache.dtype.element_ty
+            if MID:
+                tl.store(summary, ((upper + lower) / 2).to(dtype), mask=dim < D)
+            else:
+                tl.store(summary, upper.to(dtype), mask=dim < D)
+                tl.store(summary + D, lower.to(dtype), mask=dim < D)
         counter = counters + head * COUNTERS
         tl.atomic_add(counter + WASTED, wasted.to(tl.int64), sem="relaxed")
         tl.atomic_add(counter + EVICTED, tl.full([], 1, tl.int64), sem="relaxed")
@@ -143,6 +153,7 @@ def complete(
     is_fp8 = units.dtype == torch.uint8
     _complete[(len(rows), num_kv_heads)](
         kv_cache,
+        kv_cache.view(torch.uint8) if layout.is_fp8 else kv_cache,
         units,
         units.view(torch.float32),
         rows,
@@ -175,6 +186,8 @@ def complete(
         COUNTERS=len(Counter),
         WASTED=Counter.WASTED,
         EVICTED=Counter.EVICTED,
+        FP8_ROWS=layout.is_fp8,
+        PAGE=block_size * width * (kv_cache.element_size() if layout.is_fp8 else 1),
         FP8=is_fp8,
         PART=units.shape[-1] if is_fp8 else 0,
         **fp8.constants(kv_cache),

@@ -47,7 +47,7 @@ def complete(
         ConfigError: A tensor differs from the above; nothing is written.
     """
     cache_shape = check.cache("kv_cache", kv_cache)
-    check.layout(layout, cache_shape)
+    check.layout(layout, cache_shape, kv_cache.dtype)
     check.units(units, layer, kv_cache)
     num_kv_heads, device = cache_shape[0], kv_cache.device
     check.rows(rows, device)
@@ -62,7 +62,7 @@ def complete(
         raise ConfigError(f"num_sinks: expected at least 0, got {num_sinks}")
     _operation(
         kv_cache, units, layer, rows, resident, stamp, slot_ids, page_ids, host_table, counters,
-        layout.kind == "mid", num_sinks,
+        layout.kind == "mid", layout.is_fp8, num_sinks,
     )  # fmt: skip
 
 
@@ -78,9 +78,10 @@ def _on_cpu(
     host_table: torch.Tensor,
     counters: torch.Tensor,
     is_mid: bool,
+    is_fp8: bool,
     num_sinks: int,
 ) -> None:
-    layout = library.layout_of(kv_cache, is_mid)
+    layout = library.layout_of(kv_cache, is_mid, is_fp8)
     reference.complete(
         kv_cache, units, layer, rows, resident, stamp, slot_ids, page_ids, host_table, counters, layout, num_sinks
     )
@@ -98,11 +99,12 @@ def _on_cuda(
     host_table: torch.Tensor,
     counters: torch.Tensor,
     is_mid: bool,
+    is_fp8: bool,
     num_sinks: int,
 ) -> None:
     from oasiskv.kernels.complete import kernel
 
-    layout = library.layout_of(kv_cache, is_mid)
+    layout = library.layout_of(kv_cache, is_mid, is_fp8)
     kernel.complete(
         kv_cache, units, layer, rows, resident, stamp, slot_ids, page_ids, host_table, counters, layout, num_sinks
     )
@@ -110,7 +112,8 @@ def _on_cuda(
 
 _operation = library.register(
     "complete(Tensor(a!) kv_cache, Tensor(b!) units, int layer, Tensor rows, Tensor(c!) resident, Tensor(d!) stamp, "
-    "Tensor slot_ids, Tensor page_ids, Tensor host_table, Tensor(e!) counters, bool is_mid, int num_sinks) -> ()",
+    "Tensor slot_ids, Tensor page_ids, Tensor host_table, Tensor(e!) counters, bool is_mid, bool is_fp8, "
+    "int num_sinks) -> ()",
     cpu=_on_cpu,
     cuda=_on_cuda,
 )

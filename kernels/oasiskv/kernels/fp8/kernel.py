@@ -9,6 +9,9 @@ import triton.language as tl
 
 from oasiskv.kernels.fp8.reference import LEAST_EXPONENT, top_exponent
 
+NO_TOP = tl.constexpr(127)
+"""For numbers that are never widened to a dtype with their scale: no scale reaches it."""
+
 
 @triton.jit
 def finite_bits(content):
@@ -52,13 +55,37 @@ def narrow(content, exponent, TOP: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def widen(numbers, scale, dtype: tl.constexpr, NATIVE: tl.constexpr):
-    """Return bytes of fp8 as numbers of a dtype; `scale`, float32, broadcasts."""
-    content = numbers.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale
+def number_of(numbers, dtype: tl.constexpr, NATIVE: tl.constexpr):
+    """Return bytes of fp8 as numbers of a dtype, without a scale; every dtype has them all."""
+    content = numbers.to(tl.float8e4nv, bitcast=True).to(dtype)
     if not NATIVE:
         # Triton's interpreter knows no NaN in this format.
-        content = tl.where((numbers & 0x7F) == 0x7F, float("nan"), content)
-    return content.to(dtype)
+        content = tl.where((numbers & 0x7F) == 0x7F, float("nan"), content).to(dtype)
+    return content
+
+
+@triton.jit
+def widen(numbers, scale, dtype: tl.constexpr, NATIVE: tl.constexpr):
+    """Return bytes of fp8 as numbers of a dtype; `scale`, float32, broadcasts."""
+    return (number_of(numbers, tl.float32, NATIVE) * scale).to(dtype)
+
+
+@triton.jit
+def narrow_outward(content, exponent, UP: tl.constexpr, NATIVE: tl.constexpr):
+    """Return float32 numbers as bytes of fp8 that are not less (UP) or not greater; what is not finite becomes NaN."""
+    content = tl.where((content.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < 0x7F800000, content, float("nan"))
+    nearest = narrow(content, exponent, NO_TOP, NATIVE)
+    found = number_of(nearest, tl.float32, NATIVE)
+    scaled = content * power_of_two(-exponent)
+    # A number far below its scale may become 0 when it is scaled, but its bound must not.
+    if UP:
+        is_inside = (found < scaled) | ((found == 0) & (content > 0))
+    else:
+        is_inside = (found > scaled) | ((found == 0) & (content < 0))
+    # Away from zero is the next code, towards it the one before.
+    code = nearest.to(tl.int32)
+    away = code < 128 if UP else code >= 128
+    return tl.where(is_inside, tl.where(away, code + 1, code - 1), code).to(tl.uint8)
 
 
 @triton.jit(do_not_specialize_on_alignment=["block_ids"])

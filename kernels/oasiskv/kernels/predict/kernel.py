@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from oasiskv.kernels.fp8.kernel import number_of
 from oasiskv.kernels.rows import Reduction, Row, SummaryLayout
 from oasiskv.kernels.scratch import scratch
 
@@ -22,7 +23,9 @@ _PROGRAMS = 640
 _LOWEST = tl.constexpr(-2147483648)
 """Below every score."""
 _INFINITE = tl.constexpr(0x7F800000)
-"""What +inf becomes."""
+"""What +inf becomes, the score of sink blocks alone: selection counts on it."""
+_LARGEST = tl.constexpr(3.4028234663852886e38)
+"""The greatest score of other blocks."""
 
 
 @triton.jit
@@ -30,6 +33,12 @@ def _sortable(score):
     """Return an integer that orders as the score does (its own inverse but for the zeros, which become equal)."""
     bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _finite(score):
+    """Return scores between the finite ones; NaN counts as the greatest, for nothing bounds such a block."""
+    return tl.where(score < _LARGEST, tl.maximum(score, -_LARGEST), _LARGEST)
 
 
 @triton.jit
@@ -54,27 +63,36 @@ def _weights(
 @triton.jit
 def _scan(
     query, pages, page_ids, keys, raw, first, last, alpha, num_sinks, stride, head,
-    H: tl.constexpr, G: tl.constexpr, B: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, SPAN: tl.constexpr,
-    PER_PAGE: tl.constexpr, MID: tl.constexpr, COLUMNS: tl.constexpr, REDUCTION: tl.constexpr, TILE: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, SPAN: tl.constexpr,
+    PER_PAGE: tl.constexpr, UNIT: tl.constexpr, MID: tl.constexpr, FP8: tl.constexpr, NATIVE: tl.constexpr,
+    COLUMNS: tl.constexpr, REDUCTION: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Score blocks [first, last) of one pair into `keys`, or for softmax every query head's scores into `raw`."""
     at = tl.arange(0, SPAN)
     block = first + tl.arange(0, TILE)
     # Pages are looked up one tile ahead, so that the pipeline's loads wait for no other load.
     page = tl.load(page_ids + block // PER_PAGE, mask=block < last, other=0)
-    weights = _weights(query, alpha, G, D, WIDTH, COLUMNS, SPAN, MID, pages.dtype.element_ty)
+    dtype: tl.constexpr = query.dtype.element_ty
+    weights = _weights(query, alpha, G, D, WIDTH, COLUMNS, SPAN, MID, dtype)
     HEADS: tl.constexpr = COLUMNS // 2
     column = tl.arange(0, HEADS)
     for start in range(first, last, TILE):
         block = start + tl.arange(0, TILE)
         is_block = block < last
-        row = (page.to(tl.int64) * H + head) * (B * 2 * D) + (block % PER_PAGE) * WIDTH
+        held = (page.to(tl.int64) * H + head) * UNIT
+        row = held + (block % PER_PAGE) * WIDTH
         # [TILE, SPAN]
-        summary = tl.load(pages + row[:, None] + at[None, :], mask=is_block[:, None] & (at < WIDTH)[None, :], other=0.0)
+        summary = tl.load(pages + row[:, None] + at[None, :], mask=is_block[:, None] & (at < WIDTH)[None, :], other=0)
+        if FP8:
+            exponent = tl.load(pages + held + PER_PAGE * WIDTH + block % PER_PAGE, mask=is_block, other=0)
+            summary = number_of(summary, dtype, NATIVE)
         page = tl.load(page_ids + (block + TILE) // PER_PAGE, mask=block + TILE < last, other=0)
         products = tl.dot(summary, weights, input_precision="ieee")
         # [TILE, HEADS]
         score = tl.sum(tl.reshape(products, [TILE, 2, HEADS]), axis=1)
+        if FP8:
+            score *= (exponent.to(tl.int32) << 23).to(tl.float32, bitcast=True)[:, None]
+        score = _finite(score)
         if REDUCTION == "softmax":
             out = raw + column[None, :] * stride + block[:, None]
             tl.store(out, score, mask=is_block[:, None] & (column < G)[None, :])
@@ -83,7 +101,7 @@ def _scan(
                 best = tl.max(score, axis=1)
             else:
                 best = tl.sum(tl.where((column < G)[None, :], score, 0.0), axis=1)
-            key = tl.where(block < num_sinks, _INFINITE, _sortable(best))
+            key = tl.where(block < num_sinks, _INFINITE, _sortable(_finite(best)))
             tl.store(keys + block, key, mask=is_block)
 
 
@@ -222,8 +240,9 @@ def _select_best(keys, blocks, scores, n, num_sinks, K: tl.constexpr, PLACES: tl
 @triton.jit
 def _predict(
     query, rows, pages, page_ids, page_stride, blocks, scores, arrivals, keys, alpha, scale, num_sinks, stride,
-    H: tl.constexpr, G: tl.constexpr, B: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, SPAN: tl.constexpr,
-    PER_PAGE: tl.constexpr, MID: tl.constexpr, COLUMNS: tl.constexpr, REDUCTION: tl.constexpr, K: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, SPAN: tl.constexpr,
+    PER_PAGE: tl.constexpr, UNIT: tl.constexpr, MID: tl.constexpr, FP8: tl.constexpr, NATIVE: tl.constexpr,
+    COLUMNS: tl.constexpr, REDUCTION: tl.constexpr, K: tl.constexpr,
     PLACES: tl.constexpr, TILE: tl.constexpr, HELD: tl.constexpr,
     ROW: tl.constexpr, REQUEST: tl.constexpr, NUM_COMPLETE: tl.constexpr,
 ):  # fmt: skip
@@ -243,7 +262,7 @@ def _predict(
             _scan(
                 query + (request * H + head) * (G * D), pages, page_ids + request * page_stride, key_row, raw, first,
                 tl.minimum(first + length, n), alpha, num_sinks, stride, head,
-                H, G, B, D, WIDTH, SPAN, PER_PAGE, MID, COLUMNS, REDUCTION, TILE,
+                H, G, D, WIDTH, SPAN, PER_PAGE, UNIT, MID, FP8, NATIVE, COLUMNS, REDUCTION, TILE,
             )  # fmt: skip
         # The program's scores are written before it counts as arrived.
         tl.debug_barrier()
@@ -292,6 +311,9 @@ def predict(
     span = max(16, triton.next_power_of_2(layout.width))
     if tile is None:
         tile = _TILE if pages.element_size() == 2 else 16
+    unit = pages.shape[2] * pages.shape[3]
+    if layout.is_fp8:
+        unit, pages = unit * pages.element_size(), pages.view(torch.uint8)
     if num_stages is None:
         # Wide rows fill shared memory sooner, and programs beside one another hide more than depth in each.
         num_stages = 3 if span * pages.element_size() <= 256 else 2
@@ -312,12 +334,14 @@ def predict(
         stride,
         H=num_kv_heads,
         G=group,
-        B=layout.block_size,
         D=head_dim,
         WIDTH=layout.width,
         SPAN=span,
         PER_PAGE=layout.rows_per_page,
+        UNIT=unit,
         MID=layout.kind == "mid",
+        FP8=layout.is_fp8,
+        NATIVE=pages.is_cuda,
         COLUMNS=max(16, 2 * triton.next_power_of_2(group)),
         REDUCTION=reduction,
         K=budget,

@@ -27,6 +27,7 @@ def predict(
     """Find the best blocks of every row and KV head: an exact top-K over the summaries.
 
     The first `num_sinks` blocks have score +inf, so they are always among the best. Equal scores go to the lower block.
+    Any other score is finite: NaN, of keys that are not finite, counts as the largest number there is.
 
     Args:
         query: Lookahead queries of one layer, `[num_requests, num_query_heads, head_dim]`, indexed by request slot.
@@ -46,7 +47,7 @@ def predict(
         ConfigError: An argument differs from the above; nothing is written.
     """
     cache_shape = check.cache("pages", pages)
-    check.layout(layout, cache_shape)
+    check.layout(layout, cache_shape, pages.dtype)
     num_kv_heads, device = cache_shape[0], pages.device
     check.tensor("query", query, (None, None, layout.head_dim), (pages.dtype,), device)
     if query.shape[1] % num_kv_heads:
@@ -62,7 +63,8 @@ def predict(
     if num_sinks < 0:
         raise ConfigError(f"num_sinks: expected at least 0, got {num_sinks}")
     _operation(
-        query, rows, pages, page_ids, blocks, scores, layout.kind == "mid", alpha, reduction, scale, num_sinks
+        query, rows, pages, page_ids, blocks, scores, layout.kind == "mid", layout.is_fp8, alpha, reduction, scale,
+        num_sinks,
     )  # fmt: skip
 
 
@@ -74,12 +76,13 @@ def _on_cpu(
     blocks: torch.Tensor,
     scores: torch.Tensor,
     is_mid: bool,
+    is_fp8: bool,
     alpha: float,
     reduction: Reduction,
     scale: float,
     num_sinks: int,
 ) -> None:
-    layout = library.layout_of(pages, is_mid)
+    layout = library.layout_of(pages, is_mid, is_fp8)
     reference.predict(query, rows, pages, page_ids, blocks, scores, layout, alpha, reduction, scale, num_sinks)
 
 
@@ -91,6 +94,7 @@ def _on_cuda(
     blocks: torch.Tensor,
     scores: torch.Tensor,
     is_mid: bool,
+    is_fp8: bool,
     alpha: float,
     reduction: Reduction,
     scale: float,
@@ -98,13 +102,13 @@ def _on_cuda(
 ) -> None:
     from oasiskv.kernels.predict import kernel
 
-    layout = library.layout_of(pages, is_mid)
+    layout = library.layout_of(pages, is_mid, is_fp8)
     kernel.predict(query, rows, pages, page_ids, blocks, scores, layout, alpha, reduction, scale, num_sinks)
 
 
 _operation = library.register(
     "predict(Tensor query, Tensor rows, Tensor pages, Tensor page_ids, Tensor(a!) blocks, Tensor(b!) scores, "
-    "bool is_mid, float alpha, str reduction, float scale, int num_sinks) -> ()",
+    "bool is_mid, bool is_fp8, float alpha, str reduction, float scale, int num_sinks) -> ()",
     cpu=_on_cpu,
     cuda=_on_cuda,
 )

@@ -3,6 +3,14 @@
 import torch
 
 from oasiskv.kernels.rows import Reduction, Row, SummaryLayout
+from oasiskv.kernels.summarize.reference import read_rows
+
+LARGEST = torch.finfo(torch.float32).max
+"""The greatest score of a block that is no sink; of one that nothing bounds too, whose score is NaN."""
+
+
+def _finite(scores: torch.Tensor) -> torch.Tensor:
+    return scores.nan_to_num(LARGEST, LARGEST, -LARGEST)
 
 
 def scores_of(
@@ -36,11 +44,11 @@ def scores_of(
     if layout.kind == "minmax":
         q = torch.cat([(q + alpha * q.abs()) / 2, (q - alpha * q.abs()) / 2], -1)
     assert q.shape[-1] == width
-    scores = torch.einsum("hgd,hnd->hgn", q, rows)
+    scores = _finite(torch.einsum("hgd,hnd->hgn", q, rows))
     if reduction == "max":
         return scores.amax(1)
     if reduction == "sum":
-        return scores.sum(1)
+        return _finite(scores.sum(1))
     return torch.softmax(scores * scale, -1).amax(1)
 
 
@@ -61,13 +69,11 @@ def predict(
     budget = blocks.shape[-1]
     blocks.fill_(-1)
     scores.fill_(float("-inf"))
-    view = pages.view(pages.shape[0], pages.shape[1], layout.rows_per_page, layout.width)
     for i, row in enumerate(rows.tolist()):
         request, num_complete = row[Row.REQUEST], row[Row.NUM_COMPLETE]
         if request < 0 or num_complete == 0:
             continue
-        held = view[page_ids[request, : layout.num_pages(num_complete)].long()]  # [P, H, rows_per_page, width]
-        summaries = held.transpose(0, 1).flatten(1, 2)[:, :num_complete]
+        summaries = read_rows(pages, page_ids[request], num_complete, layout)
         score = scores_of(query[request], summaries, layout, alpha, reduction, scale)
         score[:, :num_sinks] = float("inf")
         # A stable sort keeps the lower block first among equals.

@@ -31,7 +31,7 @@ def summarize(
         ConfigError: A tensor differs from the above, or `page_ids` is too short; nothing is written.
     """
     cache_shape = check.cache("kv_cache", kv_cache)
-    check.layout(layout, cache_shape)
+    check.layout(layout, cache_shape, kv_cache.dtype)
     device = kv_cache.device
     check.tensor("block_ids", block_ids, (None,), device=device)
     check.tensor("pages", pages, (None, *cache_shape), (kv_cache.dtype,), device)
@@ -41,7 +41,7 @@ def summarize(
     num_pages = layout.num_pages(first_block + len(block_ids))
     if len(block_ids) and len(page_ids) < num_pages:
         raise ConfigError(f"page_ids: expected at least {num_pages} pages, got {len(page_ids)}")
-    _operation(kv_cache, block_ids, pages, page_ids, first_block, layout.kind == "mid")
+    _operation(kv_cache, block_ids, pages, page_ids, first_block, layout.kind == "mid", layout.is_fp8)
 
 
 def _on_cpu(
@@ -51,8 +51,9 @@ def _on_cpu(
     page_ids: torch.Tensor,
     first_block: int,
     is_mid: bool,
+    is_fp8: bool,
 ) -> None:
-    reference.summarize(kv_cache, block_ids, pages, page_ids, first_block, library.layout_of(kv_cache, is_mid))
+    reference.summarize(kv_cache, block_ids, pages, page_ids, first_block, library.layout_of(kv_cache, is_mid, is_fp8))
 
 
 def _on_cuda(
@@ -62,15 +63,16 @@ def _on_cuda(
     page_ids: torch.Tensor,
     first_block: int,
     is_mid: bool,
+    is_fp8: bool,
 ) -> None:
     from oasiskv.kernels.summarize import kernel
 
-    kernel.summarize(kv_cache, block_ids, pages, page_ids, first_block, library.layout_of(kv_cache, is_mid))
+    kernel.summarize(kv_cache, block_ids, pages, page_ids, first_block, library.layout_of(kv_cache, is_mid, is_fp8))
 
 
 _operation = library.register(
     "summarize(Tensor kv_cache, Tensor block_ids, Tensor(a!) pages, Tensor page_ids, int first_block, "
-    "bool is_mid) -> ()",
+    "bool is_mid, bool is_fp8) -> ()",
     cpu=_on_cpu,
     cuda=_on_cuda,
 )
