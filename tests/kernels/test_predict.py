@@ -8,9 +8,39 @@ import torch
 
 from oasiskv.core.errors import ConfigError
 from oasiskv.kernels.predict import predict
-from oasiskv.kernels.testing import POISON, TOLERANCE, Shape, distinct, generator, numbers, step_rows
+from oasiskv.kernels.rows import SummaryLayout
+from oasiskv.kernels.testing import POISON, TOLERANCE, Shape, distinct, generator, number_of, numbers, step_rows
 
 NEGATIVE = float("-inf")
+
+
+def parts(pages: torch.Tensor, layout: SummaryLayout) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of pages, `[num_pages, num_kv_heads, rows_per_page, width]`, and the exponents of fp8 rows, in place."""
+    heads = pages.view(*pages.shape[:2], -1)
+    if layout.is_fp8:
+        heads = heads.view(torch.uint8)
+    end = layout.rows_per_page * layout.width
+    return heads[..., :end].unflatten(-1, (layout.rows_per_page, layout.width)), heads[..., end:]
+
+
+def fp8_pages(pages: torch.Tensor, shape: Shape, random: torch.Generator) -> torch.Tensor:
+    """Pages whose rows are the numbers of other pages, rounded, times 1/2, 1, 2 or 4."""
+    layout = shape.layout
+    out = torch.zeros_like(pages)
+    rows, powers = parts(out, layout)
+    drawn = pages.float().flatten().repeat(4)[: rows.numel()].view(rows.shape)
+    rows[:] = drawn.cpu().to(torch.float8_e4m3fn).view(torch.uint8).to(pages.device)
+    powers[:] = torch.randint(126, 130, powers.shape, generator=random).to(powers)
+    return out
+
+
+def line_of(pages: torch.Tensor, layout: SummaryLayout, page: int, head: int, row: int) -> torch.Tensor:
+    """One summary in float64."""
+    rows, powers = parts(pages, layout)
+    if not layout.is_fp8:
+        return rows[page, head, row].double()
+    numbers = torch.tensor([number_of(code) for code in rows[page, head, row].tolist()], dtype=torch.float64)
+    return numbers * 2.0 ** (int(powers[page, head, row]) - 127)
 
 
 def a_step(shape: Shape, lengths: list[int | None], seed: int, *, whole: bool = True) -> dict[str, Any]:
@@ -22,12 +52,17 @@ def a_step(shape: Shape, lengths: list[int | None], seed: int, *, whole: bool = 
     pages = numbers((num_requests * num_pages + 3, *shape.unit), random, shape, whole=whole)
     page_ids = distinct(num_requests * num_pages, len(pages), random, "cpu").view(num_requests, num_pages)
     requests = distinct(num_rows, num_requests, random, "cpu").tolist()
-    flat = pages.view(len(pages), shape.num_kv_heads, layout.rows_per_page, layout.width)
+    if shape.has_fp8_rows:
+        pages = fp8_pages(pages, shape, random)
+    flat, powers = parts(pages, layout)
     lengths_of = {r: n or 0 for r, n in zip(requests, lengths, strict=True)}
     for request in range(num_requests):
         for index in range(lengths_of.get(request, 0), num_pages * layout.rows_per_page):
-            page = page_ids[request, index // layout.rows_per_page]
-            flat[page, :, index % layout.rows_per_page] = POISON if index % 2 else float("nan")
+            page, row = page_ids[request, index // layout.rows_per_page], index % layout.rows_per_page
+            if shape.has_fp8_rows:
+                flat[page, :, row], powers[page, :, row] = (126, 254) if index % 2 else (127, 255)
+            else:
+                flat[page, :, row] = POISON if index % 2 else float("nan")
     rows = [(-1 if n is None else r, n or 0, 7, -1) for r, n in zip(requests, lengths, strict=True)]
     wide = torch.full((num_requests, num_pages + 2), -5, dtype=torch.int32)
     wide[:, :num_pages] = page_ids
@@ -51,7 +86,7 @@ def oracle(arguments: dict[str, Any], row: int, head: int) -> list[float]:
     """Every block's score in one row and head, in float64 from the definition."""
     layout, rows = arguments["layout"], arguments["rows"].tolist()
     request, num_complete = rows[row][0], rows[row][1]
-    pages = arguments["pages"].cpu().double()
+    pages = arguments["pages"].cpu()
     per_head = arguments["query"].shape[1] // pages.shape[1]
     queries = arguments["query"].cpu().double()[request, head * per_head : (head + 1) * per_head]
     per_query = []
@@ -59,7 +94,7 @@ def oracle(arguments: dict[str, Any], row: int, head: int) -> list[float]:
         values = []
         for index in range(num_complete):
             page = int(arguments["page_ids"][request, index // layout.rows_per_page])
-            line = pages[page, head].view(layout.rows_per_page, layout.width)[index % layout.rows_per_page]
+            line = line_of(pages, layout, page, head, index % layout.rows_per_page)
             if layout.kind == "mid":
                 values.append(float(query @ line))
             else:
@@ -104,11 +139,18 @@ SHAPES = [
     Shape(group=8, num_kv_heads=1, block_size=64, head_dim=256, budget=8),
     Shape(group=4, num_kv_heads=3, block_size=16, head_dim=128, budget=9, kind="mid"),
     Shape(group=3, num_kv_heads=1, block_size=64, head_dim=96, budget=3, kind="mid"),
+    Shape(group=3, num_kv_heads=2, block_size=16, head_dim=64, budget=6, has_fp8_rows=True),
+    Shape(group=8, num_kv_heads=1, block_size=16, head_dim=256, budget=5, has_fp8_rows=True),
+    Shape(group=4, num_kv_heads=2, block_size=16, head_dim=96, budget=9, kind="mid", has_fp8_rows=True),
 ]
 
 
 @pytest.mark.parametrize("reduction", ["max", "sum"])
-@pytest.mark.parametrize("base", SHAPES, ids=lambda s: f"{s.kind}-{s.group}-{s.block_size}x{s.head_dim}")
+@pytest.mark.parametrize(
+    "base",
+    SHAPES,
+    ids=lambda s: f"{s.kind}-{s.group}-{s.block_size}x{s.head_dim}" + ("-fp8" if s.has_fp8_rows else ""),
+)
 def test_the_best_blocks_are_found_exactly_though_many_are_equal(
     implementation: str, dtype: torch.dtype, device: str, base: Shape, reduction: str
 ) -> None:
@@ -133,11 +175,17 @@ def test_sink_blocks_come_first_whatever_their_score(implementation: str, device
 
 
 @pytest.mark.parametrize("reduction", ["max", "sum", "softmax"])
+@pytest.mark.parametrize("has_fp8_rows", [False, True])
 @pytest.mark.parametrize("kind", ["minmax", "mid"])
 def test_scores_of_ordinary_numbers_are_close_and_no_better_block_is_left_out(
-    implementation: str, dtype: torch.dtype, device: str, kind: Literal["minmax", "mid"], reduction: str
+    implementation: str,
+    dtype: torch.dtype,
+    device: str,
+    kind: Literal["minmax", "mid"],
+    has_fp8_rows: bool,
+    reduction: str,
 ) -> None:
-    shape = Shape(group=4, kind=kind, budget=6, device=device, dtype=dtype)
+    shape = Shape(group=4, kind=kind, budget=6, device=device, dtype=dtype, has_fp8_rows=has_fp8_rows)
     arguments = a_step(shape, [40, 17, None, 3, 0], seed=4, whole=False) | {"reduction": reduction}
     run(implementation, arguments)
     for row, (request, *_) in enumerate(arguments["rows"].tolist()):
@@ -187,6 +235,54 @@ def test_long_contexts(implementation: str, device: str, length: int) -> None:
     scores[0] = math.inf
     order = sorted(range(length), key=lambda block: (-float(scores[block]), block))[:128]
     assert [block for block, _ in found(arguments, 0, 0)] == sorted(order)
+
+
+@pytest.mark.parametrize("has_fp8_rows", [False, True])
+def test_contexts_of_more_than_128k_tokens(implementation: str, device: str, has_fp8_rows: bool) -> None:
+    shape = Shape(
+        num_kv_heads=1, budget=9, max_blocks=12_000, device=device, dtype=torch.float16, has_fp8_rows=has_fp8_rows
+    )
+    length = 11_999
+    arguments = a_step(shape, [length], seed=10)
+    run(implementation, arguments, tile=256)
+    layout, request = arguments["layout"], int(arguments["rows"][0, 0])
+    rows, powers = parts(arguments["pages"], layout)
+    held = arguments["page_ids"][request].long()
+    lines = rows[held, 0].flatten(0, 1)[:length].cpu()
+    if has_fp8_rows:
+        scale = 2.0 ** (powers[held, 0, : layout.rows_per_page].flatten()[:length].double() - 127)
+        lines = lines.view(torch.float8_e4m3fn).double() * scale.cpu()[:, None]
+    query, upper, lower = arguments["query"][request, 0].double().cpu(), *lines.double().chunk(2, -1)
+    scores = (upper + lower) @ query / 2 + 0.25 * ((upper - lower) @ query.abs()) / 2
+    scores[0] = math.inf
+    order = sorted(range(length), key=lambda block: (-float(scores[block]), block))[: shape.budget]
+    assert found(arguments, 0, 0) == sorted((block, float(scores[block])) for block in order)
+
+
+@pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")  # of the interpreter
+@pytest.mark.parametrize("has_fp8_rows", [False, True])
+@pytest.mark.parametrize("reduction", ["max", "sum", "softmax"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_blocks_that_nothing_bounds_come_first_and_take_no_more_than_their_places(
+    implementation: str, device: str, value: float, reduction: str, has_fp8_rows: bool
+) -> None:
+    shape = Shape(group=2, budget=4, device=device, has_fp8_rows=has_fp8_rows)
+    arguments = a_step(shape, [30, 3], seed=11, whole=False) | {"reduction": reduction}
+    arguments["query"].abs_()
+    spoilt = [7, 8, 9, 20, 21, 22, 29]
+    rows, _ = parts(arguments["pages"], shape.layout)
+    page = arguments["page_ids"][int(arguments["rows"][0, 0])].long()
+    for block in spoilt:
+        at = rows[page[block // shape.layout.rows_per_page], :, block % shape.layout.rows_per_page]
+        at[:, : shape.head_dim] = 127 if has_fp8_rows else value
+    run(implementation, arguments)
+    largest = torch.finfo(torch.float32).max
+    for head in range(shape.num_kv_heads):
+        blocks, scores = zip(*found(arguments, 0, head), strict=True)
+        assert blocks == (0, 7, 8, 9)
+        assert scores[0] == math.inf
+        assert scores[1:] == pytest.approx([largest if reduction != "softmax" else 1 / len(spoilt)] * 3)
+        assert [block for block, _ in found(arguments, 1, head)] == [-1, 0, 1, 2]
 
 
 @pytest.mark.parametrize("value", [0.0, -0.0, 3.0, -3.0])
