@@ -61,7 +61,10 @@ def test_a_first_token_that_ends_the_request_leaves_no_lease(tmp_path: Path) -> 
     run_world(tmp_path, check)
 
 
-@pytest.mark.parametrize("change", [{"budget_blocks": 5}, {"summary": "mid"}, {"num_tokens": 99}, {"num_blocks": 3}])
+@pytest.mark.parametrize(
+    "change",
+    [{"budget_blocks": 5}, {"summary": "mid"}, {"summary_dtype": "fp8"}, {"num_tokens": 99}, {"num_blocks": 3}],
+)
 def test_a_handover_that_does_not_fit_is_given_back_and_computed_here(tmp_path: Path, change: dict[str, Any]) -> None:
     async def check(world: World) -> None:
         world.prefills[0].changes = change

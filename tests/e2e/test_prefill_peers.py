@@ -59,6 +59,7 @@ def test_a_prefill_service_is_used_once_a_probe_block_came_through(tmp_path: Pat
         ({"digest": b"\0" * 32}, "CorruptBlockError: digest"),
         ({"budget_blocks": 5}, "UnsupportedError: budget_blocks"),
         ({"summary": "mid"}, "UnsupportedError: summary"),
+        ({"summary_dtype": "fp8"}, "UnsupportedError: summary_dtype"),
         ({"handle": "other"}, "LeaseExpiredError"),
     ],
 )

@@ -175,7 +175,7 @@ def test_the_handle_brings_every_byte_that_the_engine_staged(staging: StagingPro
         first, ids = await service.prefill("one", prompt, GREEDY)
         assert ids == prompt
         assert (first.first_token_id, first.finish_reason, first.num_tokens) == (7, None, len(prompt))
-        assert (first.budget_blocks, first.summary) == (4, "minmax")
+        assert (first.budget_blocks, first.summary, first.summary_dtype) == (4, "minmax", "auto")
         lease = await asyncio.wrap_future(reader.accept(first.handle))
         config = SessionConfig(address=staging.address, fingerprint=FINGERPRINT, name="decode", may_write=False)
         blocks = await asyncio.to_thread(attach, arguments(reader, config), SHAPE)

@@ -24,9 +24,9 @@ def arguments_of(name: str) -> tuple[Any, ...]:
     state = TABLE[:, None, :3].repeat(1, 2, 1).contiguous()
     plan = torch.full((2, 2, 2, 2), -1, dtype=torch.int32)
     return {
-        "summarize": (cache, TABLE[0], torch.randn(8, *shape.unit), TABLE[1], 0, False),
+        "summarize": (cache, TABLE[0], torch.randn(8, *shape.unit), TABLE[1], 0, False, False),
         "predict": (
-            torch.randn(2, 4, 64), rows, cache, TABLE, blocks, scores, True, 0.0, "max", 1.0, 1,
+            torch.randn(2, 4, 64), rows, cache, TABLE, blocks, scores, True, False, 0.0, "max", 1.0, 1,
         ),
         "select": (
             blocks, scores, rows, state, state.clone(), plan, counters(shape),
@@ -35,7 +35,7 @@ def arguments_of(name: str) -> tuple[Any, ...]:
         "store": (cache, TABLE[0], units, 1, TABLE[1]),
         "round_blocks": (cache, TABLE[1]),
         "complete": (
-            cache, units, 1, rows, state, state.clone(), TABLE[:, :3], TABLE, TABLE, counters(shape), False, 1,
+            cache, units, 1, rows, state, state.clone(), TABLE[:, :3], TABLE, TABLE, counters(shape), False, False, 1,
         ),
     }[name]  # fmt: skip
 

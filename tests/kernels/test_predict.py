@@ -20,7 +20,7 @@ def parts(pages: torch.Tensor, layout: SummaryLayout) -> tuple[torch.Tensor, tor
     if layout.is_fp8:
         heads = heads.view(torch.uint8)
     end = layout.rows_per_page * layout.width
-    return heads[..., :end].unflatten(-1, (layout.rows_per_page, layout.width)), heads[..., end:]
+    return heads[..., :end].view(*pages.shape[:2], layout.rows_per_page, layout.width), heads[..., end:]
 
 
 def fp8_pages(pages: torch.Tensor, shape: Shape, random: torch.Generator) -> torch.Tensor:

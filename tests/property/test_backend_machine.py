@@ -25,6 +25,7 @@ from oasiskv.core.switch_rule import SwitchRule
 from oasiskv.engine.pipeline import InlinePipeline, Pipeline, ThreadPipeline
 from oasiskv.engine.state import CacheShape
 from oasiskv.engine.tiny_worker import TINY_COST, Texts, TinyRow, TinyWorker
+from oasiskv.kernels.rows import SummaryLayout
 
 pytest.importorskip("vllm", reason="the block manager under test is vLLM's")
 with warnings.catch_warnings():
@@ -331,6 +332,7 @@ class BackendMachine(RuleBasedStateMachine):
             sink_blocks=draw(st.integers(0, min(2, budget - 1))),
             prediction=draw(st.sampled_from(["lookahead", "lookahead", "previous", "on-demand", "resident"])),
             debug_poison=draw(st.booleans()),
+            summary_dtype=draw(st.sampled_from(["auto", "auto", "fp8"])),
         )
         is_fp8 = draw(st.booleans())  # K is then ten times as large, so that rounding shows
         shape = CacheShape(
@@ -338,7 +340,7 @@ class BackendMachine(RuleBasedStateMachine):
             num_target_layers=max(1, num_layers - draw(st.integers(0, 1))),
             num_query_heads=num_kv_heads * draw(st.sampled_from([1, 3, 4, 8])),
             num_kv_heads=num_kv_heads,
-            head_dim=4,
+            head_dim=4 if self.config.summary_dtype == "auto" else 16,
             block_size=draw(st.sampled_from([16, 16, 32])),
             dtype=draw(st.sampled_from([torch.float32, torch.float32, torch.bfloat16])),
             scale=0.04 if is_fp8 else 0.4,
@@ -349,9 +351,9 @@ class BackendMachine(RuleBasedStateMachine):
         self.max_tokens = max_blocks * shape.block_size
         texts = Texts(NUM_TEXTS, self.max_tokens + 4, shape, seed=draw(st.integers(0, 3)))
         num_blocks, num_host_blocks = max_blocks + 2 + draw(SLACK), max_blocks + 1 + draw(SLACK)
-        rows = shape.block_size * (1 if summary == "minmax" else 2)
+        summaries = SummaryLayout.of(self.config, shape.block_size, shape.head_dim, shape.dtype.itemsize)
         self.scheduler = Scheduler(
-            SparseLayout(budget_blocks=budget, rows_per_page=rows),
+            SparseLayout(budget_blocks=budget, rows_per_page=summaries.rows_per_page),
             shape.block_size,
             num_blocks=num_blocks,
             num_host_blocks=num_host_blocks,

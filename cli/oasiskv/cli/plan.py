@@ -114,8 +114,13 @@ class Pools:
         return -(-num_tokens // self.block_size)
 
     def layout(self, config: LookaheadConfig) -> SparseLayout:
-        """Return which blocks a sparse request holds."""
-        summaries = SummaryLayout(kind=config.summary, block_size=self.block_size, head_dim=self.shape.head_dim)
+        """Return which blocks a sparse request holds.
+
+        Raises:
+            UnsupportedError: Summary rows of the model's head_dim cannot be fp8.
+        """
+        dtype_bytes = DTYPE_BYTES[self.shape.dtype]
+        summaries = SummaryLayout.of(config, self.block_size, self.shape.head_dim, dtype_bytes)
         return SparseLayout(budget_blocks=config.budget_blocks, rows_per_page=summaries.rows_per_page)
 
     def held_blocks(self, num_tokens: int, config: LookaheadConfig) -> int:
@@ -214,9 +219,10 @@ class Plan:
             f"model    {shape.num_layers} layers, {shape.num_kv_heads} KV heads of {shape.head_dim}, {shape.dtype}; "
             f"up to {pools.max_model_len:,} tokens, {pools.max_num_seqs} requests at a time"
         )
+        rows = "; summaries as fp8" if config.summary_dtype == "fp8" else ""
         yield (
             f"budget   {config.budget_blocks} blocks of {pools.block_size} tokens per layer and KV head "
-            f"({config.budget_blocks * pools.block_size:,} tokens), at most {config.first_cap} fetched a step"
+            f"({config.budget_blocks * pools.block_size:,} tokens), at most {config.first_cap} fetched a step{rows}"
         )
         units = " as fp8" if config.host_dtype == "fp8" else ""
         each = f"a worker, {pools.num_workers} workers" if pools.num_workers > 1 else ""

@@ -72,8 +72,8 @@ class LookaheadConfig:
     the memory)."""
 
     summary_dtype: Literal["auto", "fp8"] = "auto"
-    """Type of those rows: that of the engine's KV cache, or fp8, half of 16-bit rows in memory and to read; the least and
-    the largest key are rounded outward, so that a bound stays a bound."""
+    """Type of those rows: that of the engine's KV cache, or fp8, half of 16-bit rows in memory and to read; the least
+    and the largest key are rounded outward, so that a bound stays a bound."""
 
     group_reduction: Literal["max", "sum", "softmax"] = "max"
     """How the scores of the query heads that share a KV head combine."""

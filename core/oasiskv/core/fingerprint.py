@@ -70,9 +70,14 @@ class Fingerprint:
             )
 
     @property
+    def dtype_bytes(self) -> int:
+        """Bytes of a number of K or V."""
+        return DTYPE_BYTES[self.dtype]
+
+    @property
     def part_bytes(self) -> int:
         """Bytes of one layer of one rank of a block."""
-        return self.num_kv_heads // self.tp_size * self.block_size * 2 * self.head_dim * DTYPE_BYTES[self.dtype]
+        return self.num_kv_heads // self.tp_size * self.block_size * 2 * self.head_dim * self.dtype_bytes
 
     @property
     def num_parts(self) -> int:

@@ -88,6 +88,7 @@ class Handover:
     num_blocks: int = 0
     budget_blocks: int = 0
     summary: str = ""
+    summary_dtype: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -54,7 +54,8 @@ class EngineConfig:
     """A folder, or a name that vLLM takes."""
 
     lookahead: LookaheadConfig = field(default_factory=LookaheadConfig)
-    """Settings of the backend; `budget_blocks` and `summary` must be equal on both sides of a handover."""
+    """Settings of the backend; `budget_blocks`, `summary` and `summary_dtype` must be equal on both sides of a
+    handover."""
 
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Any other argument of vLLM's engine by its Python name, such as `max_model_len` or `speculative_config`."""

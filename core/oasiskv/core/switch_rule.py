@@ -76,7 +76,7 @@ class DeviceSpeed:
         num_layers: int,
         num_kv_heads: int,
         unit_bytes: int,
-        block_size: int,
+        rows_per_page: int,
     ) -> StepCost:
         """Return the cost of a model's steps on this device.
 
@@ -86,16 +86,15 @@ class DeviceSpeed:
             num_layers: Layers of the target model.
             num_kv_heads: KV heads of one process.
             unit_bytes: Bytes of one (layer, block, head).
-            block_size: Tokens per block.
+            rows_per_page: Blocks summarized by a unit's bytes.
         """
         block_bytes = num_layers * num_kv_heads * unit_bytes
-        summary_bytes = block_bytes / block_size / (1 if config.summary == "minmax" else 2)
         return StepCost(
             fixed_ms=1e3 * weight_bytes / self.memory_bytes_per_s + self.layer_ms * num_layers,
             row_ms=self.row_ms,
             block_ms=1e3 * block_bytes / self.memory_bytes_per_s,
             sparse_ms=self.sparse_layer_ms * num_layers,
-            predict_ms=1e3 * summary_bytes / self.predict_bytes_per_s,
+            predict_ms=1e3 * block_bytes / rows_per_page / self.predict_bytes_per_s,
             transfer_ms=1e3 * config.first_cap * block_bytes / self.link_bytes_per_s,
             budget_blocks=config.budget_blocks,
         )

@@ -93,11 +93,11 @@ class WorkingSets:
             device: Where attention runs.
 
         Raises:
-            UnsupportedError: stamps of this many steps would not fit.
+            UnsupportedError: stamps of this many steps, or fp8 rows of this head_dim, would not fit.
         """
         if max_blocks >= 2**30:
             raise UnsupportedError(f"max_model_len: expected fewer than 2**30 blocks, got {max_blocks}")
-        self.summaries = SummaryLayout(kind=config.summary, block_size=shape.block_size, head_dim=shape.head_dim)
+        self.summaries = SummaryLayout.of(config, shape.block_size, shape.head_dim, shape.dtype.itemsize)
         self.layout = SparseLayout(budget_blocks=config.budget_blocks, rows_per_page=self.summaries.rows_per_page)
         layers, heads, budget = shape.num_layers, shape.num_kv_heads, config.budget_blocks
         max_pages = self.summaries.num_pages(max_blocks)

@@ -19,7 +19,8 @@ from oasiskv.engine.plan import Batch, StepPlan
 from oasiskv.engine.runtime import Runtime
 from oasiskv.engine.state import CacheShape, WorkingSets
 from oasiskv.kernels.fp8.reference import narrow, read, widen
-from oasiskv.kernels.rows import Counter
+from oasiskv.kernels.rows import Counter, SummaryLayout
+from oasiskv.kernels.summarize.reference import fp8_rows, read_rows, widen_rows
 
 NOISE = -1
 """The text whose K, V and queries rejected draft tokens have: another one than any request's."""
@@ -154,6 +155,10 @@ def best_blocks(
     """
     blocks = keys[: num_complete * block_size].double().reshape(num_complete, block_size, -1)
     upper, lower = blocks.amax(1), blocks.amin(1)
+    if config.summary_dtype == "fp8":
+        layout = SummaryLayout.of(config, block_size, keys.shape[1], keys.element_size())
+        rows = widen_rows(*fp8_rows(blocks, layout)).double()
+        upper, lower = rows.chunk(2, -1) if config.summary == "minmax" else (rows, rows)
     q = query.double()
     middle = q @ ((upper + lower) / 2).T
     half = q.abs() @ ((upper - lower) / 2).T
@@ -447,14 +452,12 @@ class TinyWorker:
 
     def _check_summaries(self, layer: int, row: TinyRow, num_complete: int) -> None:
         slot, layout = self.slot_of(row.request_id), self.sets.summaries
-        pages = self.sets.page_ids[slot, : layout.num_pages(num_complete)].long()
-        stored = self.kv_caches[layer][pages].view(
-            len(pages), self.shape.num_kv_heads, layout.rows_per_page, layout.width
-        )
-        stored = stored.transpose(1, 2).flatten(0, 1)[:num_complete]  # [n, H, width]
-        keys = self._blocks(layer, row, num_complete)[..., : self.shape.head_dim]
+        stored = read_rows(self.kv_caches[layer], self.sets.page_ids[slot], num_complete, layout).transpose(0, 1)
+        keys = self._blocks(layer, row, num_complete)[..., : self.shape.head_dim].float()
         upper, lower = keys.amax(2), keys.amin(2)
-        true = torch.cat([upper, lower], -1) if layout.kind == "minmax" else (upper + lower) / 2
+        true = torch.cat([upper, lower], -1) if layout.kind == "minmax" else ((upper + lower) / 2).to(self.shape.dtype)
+        if layout.is_fp8:
+            true = widen_rows(*fp8_rows(keys, layout))
         assert torch.equal(stored, true), f"layer {layer}: summaries of {row.request_id!r} differ from its keys"
 
     def _write(self, layer: int, row: TinyRow) -> None:

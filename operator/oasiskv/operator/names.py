@@ -34,6 +34,7 @@ def kv_generation(spec: ServiceSpec) -> str:
         spec.engine.block_size,
         lookahead.get("budget_blocks"),
         lookahead.get("summary"),
+        lookahead.get("summary_dtype"),
         ssd and (ssd.size, ssd.storage_class, ssd.host_path),
     )
 

@@ -59,6 +59,23 @@ def test_a_sparse_request_holds_budget_pages_and_active_blocks() -> None:
     assert pools.held_blocks(8192, LookaheadConfig(budget_blocks=128, summary="mid", score_alpha=0)) == 128 + 16
 
 
+def test_fp8_rows_take_fewer_pages_and_the_plan_says_so() -> None:
+    config = LookaheadConfig(budget_blocks=128, summary_dtype="fp8")
+    # A page of float32 has 8,192 bytes in each head: 63 rows of 128 bytes and their exponents.
+    assert make_pools().held_blocks(8192, config) == 128 + 9
+    bfloat16 = replace(make_pools(), shape=ModelShape.of(SMOLLM2, "bfloat16"))
+    assert bfloat16.held_blocks(8192, config) == 128 + 17
+    plan = Plan(pools=make_pools(), config=replace(config, host_pool_bytes=2**30), engine_bytes=1025 * BLOCK_BYTES)
+    assert "; summaries as fp8" in "\n".join(plan.lines())
+    assert list(plan.lines())[-1].split()[1:3] == ["512", "137"]
+
+
+def test_fp8_rows_that_do_not_fit_the_model_are_refused() -> None:
+    pools = replace(make_pools(), shape=replace(make_pools().shape, head_dim=36))
+    with pytest.raises(UnsupportedError, match=r"^summary_dtype: expected auto with head_dim 36"):
+        pools.held_blocks(8192, LookaheadConfig(budget_blocks=128, summary_dtype="fp8"))
+
+
 def test_a_request_that_may_not_switch_holds_what_dense_holds() -> None:
     pools, config = make_pools(), LookaheadConfig(budget_blocks=128)
     # 136 complete blocks would be 128 slots and 9 pages: more than the blocks themselves.

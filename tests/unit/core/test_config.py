@@ -40,6 +40,7 @@ BAD: dict[str, list[Any]] = {
         "9" * 400,
         "1e9",
     ],
+    "summary_dtype": ["e4m3", "float8", None, 8],
     "host_dtype": ["bf16", "float8", None, 8],
     "host_backing": ["pinned", None],
     "switch": ["never", None, 0],

@@ -14,7 +14,7 @@ COST = DEVICE_SPEEDS["NVIDIA H200"].step_cost(
     num_layers=36,
     num_kv_heads=8,
     unit_bytes=8192,
-    block_size=16,
+    rows_per_page=16,
 )
 RULE = SwitchRule(cost=COST)
 MEASURED_DENSE_MS = [

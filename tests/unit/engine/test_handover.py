@@ -31,7 +31,7 @@ SHAPE = CacheShape(
     num_target_layers=2,
     num_query_heads=4,
     num_kv_heads=2,
-    head_dim=4,
+    head_dim=8,
     block_size=BLOCK,
     dtype=torch.float32,
     scale=0.4,
@@ -170,6 +170,7 @@ def assert_equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
         (9 * BLOCK + 15, 1, {"min_cap": 1}),
         (19 * BLOCK + 7, 0, {"summary": "mid", "score_alpha": 0}),
         (19 * BLOCK + 7, 2, {"sink_blocks": 0}),
+        (19 * BLOCK + 7, 1, {"summary_dtype": "fp8"}),
     ],
 )
 def test_a_request_decodes_after_a_handover_as_it_would_in_one_worker(

@@ -14,10 +14,10 @@ from oasiskv.engine.switch import seat, switch_layer
 from oasiskv.engine.tiny_worker import Texts, best_blocks
 from oasiskv.kernels.predict.reference import scores_of
 from oasiskv.kernels.rows import SummaryLayout
-from oasiskv.kernels.summarize.reference import summary_rows
+from oasiskv.kernels.summarize.reference import read_rows, summary_rows
 
 BLOCK_SIZE = 16
-HEAD_DIM = 4
+HEAD_DIM = 16
 
 
 def plain_seat(blocks: list[int]) -> list[int]:
@@ -50,23 +50,25 @@ def cache_shape(num_kv_heads: int, group_size: int, dtype: torch.dtype) -> Cache
     )
 
 
+@pytest.mark.parametrize("summary_dtype", ["auto", "fp8"])
 @pytest.mark.parametrize("summary", ["minmax", "mid"])
 @pytest.mark.parametrize(("num_kv_heads", "group_size"), [(2, 1), (3, 3), (1, 4), (2, 8)])
 @pytest.mark.parametrize(("budget", "num_complete"), [(2, 3), (3, 5), (5, 17), (7, 16), (7, 33), (31, 35), (33, 50)])
 def test_a_switched_layer_holds_exactly_the_best_blocks_and_all_summaries(
-    summary: str, num_kv_heads: int, group_size: int, budget: int, num_complete: int
+    summary: str, summary_dtype: str, num_kv_heads: int, group_size: int, budget: int, num_complete: int
 ) -> None:
     config = LookaheadConfig.from_mapping(
         {
             "budget_blocks": budget,
             "summary": summary,
+            "summary_dtype": summary_dtype,
             "score_alpha": 0.25 if summary == "minmax" else 0,
             "sink_blocks": budget % 3 % budget,
         }
     )
     shape = cache_shape(num_kv_heads, group_size, torch.bfloat16 if budget == 7 else torch.float32)
     texts = Texts(1, num_complete * BLOCK_SIZE, shape, seed=budget + num_complete)
-    layout = SummaryLayout(kind=config.summary, block_size=BLOCK_SIZE, head_dim=HEAD_DIM)
+    layout = SummaryLayout.of(config, BLOCK_SIZE, HEAD_DIM, shape.dtype.itemsize)
     places = SparseLayout(budget_blocks=budget, rows_per_page=layout.rows_per_page).page_positions(num_complete)
     true = texts.kv[0, 0].reshape(num_complete, BLOCK_SIZE, num_kv_heads, -1).transpose(1, 2)  # [n, H, B, 2D]
     kv_cache = torch.full((num_complete + 9, *true.shape[1:]), 55, dtype=shape.dtype)
@@ -95,9 +97,9 @@ def test_a_switched_layer_holds_exactly_the_best_blocks_and_all_summaries(
         assert resident[head].tolist() == plain_seat(best_blocks(keys, group, num_complete, BLOCK_SIZE, config))
         for slot, block in enumerate(resident[head].tolist()):
             assert torch.equal(kv_cache[table[slot], head], true[block, head])
-    pages = kv_cache[[table[place] for place in places]]
-    rows = pages.view(len(places), num_kv_heads, layout.rows_per_page, layout.width).transpose(1, 2).flatten(0, 1)
-    assert torch.equal(rows[:num_complete], summary_rows(true[..., :HEAD_DIM], layout))
+    rows = read_rows(kv_cache, torch.tensor([table[place] for place in places]), num_complete, layout)
+    # The keys are small integers, which fp8 has too.
+    assert torch.equal(rows.transpose(0, 1), summary_rows(true[..., :HEAD_DIM], layout).float())
     untouched = sorted(set(range(len(kv_cache))) - {*table[:budget], *(table[place] for place in places)})
     assert torch.equal(kv_cache[untouched], before[untouched])
 

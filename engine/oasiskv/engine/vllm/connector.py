@@ -131,7 +131,7 @@ class OasisKVConnector(KVConnectorBase_V1, SupportsHMA):
             )
         spec = managers[0].kv_cache_spec
         self._host = HostBlockManager(self._num_host_blocks)
-        layout = settings.sparse_layout(self._config, spec.block_size)
+        layout = settings.sparse_layout(self._config, spec.block_size, spec.head_size, spec.dtype.itemsize)
         self._ledger = managers[0].ledger = RequestLedger(
             layout, spec.block_size, self._host, settings.switch_rule(self._vllm_config, self._config)
         )

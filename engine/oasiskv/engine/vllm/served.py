@@ -51,7 +51,9 @@ class ServedEngine:
 
     def __init__(self, llm: AsyncLLM, config: EngineConfig, fingerprint: Fingerprint) -> None:
         self.llm = llm
-        self.layout: SparseLayout = settings.sparse_layout(config.lookahead, fingerprint.block_size)
+        self.layout: SparseLayout = settings.sparse_layout(
+            config.lookahead, fingerprint.block_size, fingerprint.head_dim, fingerprint.dtype_bytes
+        )
         """Which blocks a sparse request holds."""
 
     @classmethod

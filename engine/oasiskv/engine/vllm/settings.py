@@ -33,10 +33,20 @@ def load(vllm_config: VllmConfig) -> LookaheadConfig:
     return config.within(max_blocks(vllm_config))
 
 
-def sparse_layout(config: LookaheadConfig, block_size: int) -> SparseLayout:
-    """Return which blocks a sparse request holds."""
-    summaries = SummaryLayout(kind=config.summary, block_size=block_size, head_dim=1)
+def sparse_layout(config: LookaheadConfig, block_size: int, head_dim: int, dtype_bytes: int) -> SparseLayout:
+    """Return which blocks a sparse request holds.
+
+    Raises:
+        UnsupportedError: summary rows of this head_dim cannot be fp8.
+    """
+    summaries = SummaryLayout.of(config, block_size, head_dim, dtype_bytes)
     return SparseLayout(budget_blocks=config.budget_blocks, rows_per_page=summaries.rows_per_page)
+
+
+def layout_of(vllm_config: VllmConfig, config: LookaheadConfig) -> SparseLayout:
+    """Return the same from vLLM's configuration, before there is a cache."""
+    model = vllm_config.model_config
+    return sparse_layout(config, vllm_config.cache_config.block_size, model.get_head_size(), model.dtype.itemsize)
 
 
 def switch_rule(vllm_config: VllmConfig, config: LookaheadConfig) -> SwitchRule:
@@ -63,7 +73,7 @@ def switch_rule(vllm_config: VllmConfig, config: LookaheadConfig) -> SwitchRule:
             num_layers=num_layers,
             num_kv_heads=num_heads,
             unit_bytes=2 * vllm_config.cache_config.block_size * model.get_head_size() * itemsize,
-            block_size=vllm_config.cache_config.block_size,
+            rows_per_page=layout_of(vllm_config, config).rows_per_page,
         )
     )
 
@@ -182,4 +192,4 @@ def check(vllm_config: VllmConfig) -> None:
     for rule in wrong:
         if rule.is_broken:
             raise ConfigError(f"{rule.setting}: expected {rule.expected}, got {rule.got}")
-    load(vllm_config)
+    layout_of(vllm_config, load(vllm_config))

@@ -53,7 +53,7 @@ class WorkerBackend:
         settings.check(vllm_config)
         self.config: LookaheadConfig = settings.load(vllm_config)
         self.vllm_config = vllm_config
-        self.layout = settings.sparse_layout(self.config, vllm_config.cache_config.block_size)
+        self.layout = settings.layout_of(vllm_config, self.config)
         self.runtime: Runtime | None = None
         self._layers: dict[str, int] = {}
         self._shape: CacheShape | None = None

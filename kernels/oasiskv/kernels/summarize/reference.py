@@ -26,9 +26,9 @@ def fp8_rows(keys: torch.Tensor, layout: SummaryLayout) -> tuple[torch.Tensor, t
     """Summarize blocks of keys as fp8.
 
     A row has a scale, the least power of two with which its largest number is at most 448. The largest key is rounded
-    up and the least one down, to the next number of that scale; a midpoint to nearest, so that it is off by at most 1/16
-    of itself, or 2 ** -10 of the scale where that is more. What is not finite becomes NaN and decides no scale: such a
-    block has no bound.
+    up and the least one down, to the next number of that scale: off by at most 1/8 of itself, or 2 ** -9 of the scale
+    where that is more. A midpoint is rounded to nearest: half of that. What is not finite becomes NaN and decides no
+    scale: such a block has no bound.
 
     Args:
         keys: `[..., block_size, head_dim]`.
@@ -57,6 +57,11 @@ def fp8_rows(keys: torch.Tensor, layout: SummaryLayout) -> tuple[torch.Tensor, t
     return codes.to(torch.uint8), (exponent + 127).to(torch.uint8)
 
 
+def widen_rows(numbers: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
+    """Turn what `fp8_rows` returned into `float32[..., width]`."""
+    return numbers.view(torch.float8_e4m3fn).float() * power_of_two(exponents.int() - 127)[..., None]
+
+
 def _places(pages: torch.Tensor, layout: SummaryLayout) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the rows of all pages, `[num_pages, num_kv_heads, rows_per_page, width]`, and the exponents of fp8 rows.
 
@@ -67,7 +72,7 @@ def _places(pages: torch.Tensor, layout: SummaryLayout) -> tuple[torch.Tensor, t
         heads = heads.view(torch.uint8)
     first = layout.rows_per_page * layout.width
     exponents = heads[..., first : first + layout.rows_per_page * layout.is_fp8]
-    return heads[..., :first].unflatten(-1, (layout.rows_per_page, layout.width)), exponents
+    return heads[..., :first].view(*pages.shape[:2], layout.rows_per_page, layout.width), exponents
 
 
 def read_rows(pages: torch.Tensor, page_ids: torch.Tensor, num_blocks: int, layout: SummaryLayout) -> torch.Tensor:
@@ -86,7 +91,7 @@ def read_rows(pages: torch.Tensor, page_ids: torch.Tensor, num_blocks: int, layo
     rows, exponents = (part[held].transpose(0, 1).flatten(1, 2)[:, :num_blocks] for part in _places(pages, layout))
     if not layout.is_fp8:
         return rows.float()
-    return rows.view(torch.float8_e4m3fn).float() * power_of_two(exponents.int() - 127)[..., None]
+    return widen_rows(rows, exponents)
 
 
 def summarize(

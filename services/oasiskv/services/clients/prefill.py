@@ -75,6 +75,7 @@ class PrefillClient:
             num_blocks=response.handover.num_blocks,
             budget_blocks=response.handover.budget_blocks,
             summary=response.handover.summary,
+            summary_dtype=response.handover.summary_dtype or "auto",  # a peer from before there was another
         )
 
     async def probe(self, timeout_s: float) -> tuple[Handover, bytes]:
@@ -93,6 +94,7 @@ class PrefillClient:
             num_blocks=1,
             budget_blocks=response.budget_blocks,
             summary=response.summary,
+            summary_dtype=response.summary_dtype or "auto",
         )
         return handover, response.digest
 

@@ -43,7 +43,8 @@ async def run(config: DecodeConfig) -> None:
     """
     received = signals()
     router = Router(config)
-    layout = sparse_layout(config.engine.lookahead, config.fingerprint.block_size)
+    kv = config.fingerprint
+    layout = sparse_layout(config.engine.lookahead, kv.block_size, kv.head_dim, kv.dtype_bytes)
 
     def is_long(num_tokens: int) -> bool:
         can_be_sparse = layout.may_switch(num_tokens // config.fingerprint.block_size)

@@ -165,6 +165,7 @@ class Router:
         fits = {
             "budget_blocks": (ours.budget_blocks, first.budget_blocks),
             "summary": (ours.summary, first.summary),
+            "summary_dtype": (ours.summary_dtype, first.summary_dtype),
             **pairs,
         }
         for name, (expected, got) in fits.items():

@@ -256,7 +256,10 @@ class PrefillService:
         return handover, ids
 
     def _handover(self, **fields: Any) -> Handover:
-        return Handover(budget_blocks=self.lookahead.budget_blocks, summary=self.lookahead.summary, **fields)
+        ours = self.lookahead
+        return Handover(
+            budget_blocks=ours.budget_blocks, summary=ours.summary, summary_dtype=ours.summary_dtype, **fields
+        )
 
     def _check(self, ids: Sequence[int], sampling: Sampling) -> None:
         if names := sampling.looking_back():

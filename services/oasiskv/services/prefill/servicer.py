@@ -46,6 +46,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
                 num_blocks=first.num_blocks,
                 budget_blocks=first.budget_blocks,
                 summary=first.summary,
+                summary_dtype=first.summary_dtype,
             )
         )
         return response
@@ -59,7 +60,11 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
     async def Probe(self, request: pb.ProbeRequest, context: Context) -> pb.ProbeResponse:
         probe, digest = await self._service.probe()
         return pb.ProbeResponse(
-            handle=probe.handle, digest=digest, budget_blocks=probe.budget_blocks, summary=probe.summary
+            handle=probe.handle,
+            digest=digest,
+            budget_blocks=probe.budget_blocks,
+            summary=probe.summary,
+            summary_dtype=probe.summary_dtype,
         )
 
     async def Stats(self, request: pb.StatsRequest, context: Context) -> pb.StatsResponse:

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from oasiskv.protos.generation.v1 import generation_pb2 as oasiskv_dot_protos_dot_generation_dot_v1_dot_generation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'oasiskv/protos/prefill/v1/prefill.proto\x12\x12oasiskv.prefill.v1\x1a-oasiskv/protos/generation/v1/generation.proto\"\x86\x01\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12-\n\x06prompt\x18\x02 \x01(\x0b\x32\x1d.oasiskv.generation.v1.Prompt\x12\x31\n\x08sampling\x18\x03 \x01(\x0b\x32\x1f.oasiskv.generation.v1.Sampling\"\x9a\x02\n\x0fPrefillResponse\x12\x16\n\x0e\x66irst_token_id\x18\x01 \x01(\r\x12<\n\x0e\x66irst_logprobs\x18\x02 \x01(\x0b\x32$.oasiskv.generation.v1.TokenLogprobs\x12:\n\rfinish_reason\x18\x03 \x01(\x0e\x32#.oasiskv.generation.v1.FinishReason\x12.\n\x08handover\x18\x04 \x01(\x0b\x32\x1c.oasiskv.prefill.v1.Handover\x12\x18\n\x10prompt_token_ids\x18\x05 \x03(\r\x12+\n\x05usage\x18\x06 \x01(\x0b\x32\x1c.oasiskv.generation.v1.Usage\"\x8b\x01\n\x08Handover\x12\x0e\n\x06handle\x18\x01 \x01(\t\x12\x0e\n\x06ttl_ms\x18\x02 \x01(\x04\x12\x0f\n\x07staging\x18\x03 \x01(\t\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\x12\x12\n\nnum_blocks\x18\x05 \x01(\r\x12\x15\n\rbudget_blocks\x18\x06 \x01(\r\x12\x0f\n\x07summary\x18\x07 \x01(\t\"#\n\x0c\x41\x62ortRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\"$\n\rAbortResponse\x12\x13\n\x0bnum_aborted\x18\x01 \x01(\r\"\x0e\n\x0c\x44rainRequest\"%\n\rDrainResponse\x12\x14\n\x0cnum_requests\x18\x01 \x01(\r\"\x0e\n\x0cProbeRequest\"W\n\rProbeResponse\x12\x0e\n\x06handle\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\x12\x15\n\rbudget_blocks\x18\x03 \x01(\r\x12\x0f\n\x07summary\x18\x04 \x01(\t\"\x0e\n\x0cStatsRequest\"\xfe\x01\n\rStatsResponse\x12\x10\n\x08is_ready\x18\x01 \x01(\x08\x12\x13\n\x0bis_draining\x18\x02 \x01(\x08\x12\x14\n\x0cnum_requests\x18\x03 \x01(\r\x12\x1a\n\x12num_waiting_tokens\x18\x04 \x01(\x04\x12\x1a\n\x12num_requests_total\x18\x05 \x01(\x04\x12\x18\n\x10num_failed_total\x18\x06 \x01(\x04\x12\x1f\n\x17num_prompt_tokens_total\x18\x07 \x01(\x04\x12\x1a\n\x12staged_bytes_total\x18\x08 \x01(\x04\x12\x0f\n\x07staging\x18\t \x01(\t\x12\x10\n\x08revision\x18\n \x01(\t2\x95\x03\n\x07Prefill\x12R\n\x07Prefill\x12\".oasiskv.prefill.v1.PrefillRequest\x1a#.oasiskv.prefill.v1.PrefillResponse\x12L\n\x05\x41\x62ort\x12 .oasiskv.prefill.v1.AbortRequest\x1a!.oasiskv.prefill.v1.AbortResponse\x12L\n\x05\x44rain\x12 .oasiskv.prefill.v1.DrainRequest\x1a!.oasiskv.prefill.v1.DrainResponse\x12L\n\x05Probe\x12 .oasiskv.prefill.v1.ProbeRequest\x1a!.oasiskv.prefill.v1.ProbeResponse\x12L\n\x05Stats\x12 .oasiskv.prefill.v1.StatsRequest\x1a!.oasiskv.prefill.v1.StatsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'oasiskv/protos/prefill/v1/prefill.proto\x12\x12oasiskv.prefill.v1\x1a-oasiskv/protos/generation/v1/generation.proto\"\x86\x01\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12-\n\x06prompt\x18\x02 \x01(\x0b\x32\x1d.oasiskv.generation.v1.Prompt\x12\x31\n\x08sampling\x18\x03 \x01(\x0b\x32\x1f.oasiskv.generation.v1.Sampling\"\x9a\x02\n\x0fPrefillResponse\x12\x16\n\x0e\x66irst_token_id\x18\x01 \x01(\r\x12<\n\x0e\x66irst_logprobs\x18\x02 \x01(\x0b\x32$.oasiskv.generation.v1.TokenLogprobs\x12:\n\rfinish_reason\x18\x03 \x01(\x0e\x32#.oasiskv.generation.v1.FinishReason\x12.\n\x08handover\x18\x04 \x01(\x0b\x32\x1c.oasiskv.prefill.v1.Handover\x12\x18\n\x10prompt_token_ids\x18\x05 \x03(\r\x12+\n\x05usage\x18\x06 \x01(\x0b\x32\x1c.oasiskv.generation.v1.Usage\"\xa2\x01\n\x08Handover\x12\x0e\n\x06handle\x18\x01 \x01(\t\x12\x0e\n\x06ttl_ms\x18\x02 \x01(\x04\x12\x0f\n\x07staging\x18\x03 \x01(\t\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\x12\x12\n\nnum_blocks\x18\x05 \x01(\r\x12\x15\n\rbudget_blocks\x18\x06 \x01(\r\x12\x0f\n\x07summary\x18\x07 \x01(\t\x12\x15\n\rsummary_dtype\x18\x08 \x01(\t\"#\n\x0c\x41\x62ortRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\"$\n\rAbortResponse\x12\x13\n\x0bnum_aborted\x18\x01 \x01(\r\"\x0e\n\x0c\x44rainRequest\"%\n\rDrainResponse\x12\x14\n\x0cnum_requests\x18\x01 \x01(\r\"\x0e\n\x0cProbeRequest\"n\n\rProbeResponse\x12\x0e\n\x06handle\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\x12\x15\n\rbudget_blocks\x18\x03 \x01(\r\x12\x0f\n\x07summary\x18\x04 \x01(\t\x12\x15\n\rsummary_dtype\x18\x05 \x01(\t\"\x0e\n\x0cStatsRequest\"\xfe\x01\n\rStatsResponse\x12\x10\n\x08is_ready\x18\x01 \x01(\x08\x12\x13\n\x0bis_draining\x18\x02 \x01(\x08\x12\x14\n\x0cnum_requests\x18\x03 \x01(\r\x12\x1a\n\x12num_waiting_tokens\x18\x04 \x01(\x04\x12\x1a\n\x12num_requests_total\x18\x05 \x01(\x04\x12\x18\n\x10num_failed_total\x18\x06 \x01(\x04\x12\x1f\n\x17num_prompt_tokens_total\x18\x07 \x01(\x04\x12\x1a\n\x12staged_bytes_total\x18\x08 \x01(\x04\x12\x0f\n\x07staging\x18\t \x01(\t\x12\x10\n\x08revision\x18\n \x01(\t2\x95\x03\n\x07Prefill\x12R\n\x07Prefill\x12\".oasiskv.prefill.v1.PrefillRequest\x1a#.oasiskv.prefill.v1.PrefillResponse\x12L\n\x05\x41\x62ort\x12 .oasiskv.prefill.v1.AbortRequest\x1a!.oasiskv.prefill.v1.AbortResponse\x12L\n\x05\x44rain\x12 .oasiskv.prefill.v1.DrainRequest\x1a!.oasiskv.prefill.v1.DrainResponse\x12L\n\x05Probe\x12 .oasiskv.prefill.v1.ProbeRequest\x1a!.oasiskv.prefill.v1.ProbeResponse\x12L\n\x05Stats\x12 .oasiskv.prefill.v1.StatsRequest\x1a!.oasiskv.prefill.v1.StatsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,23 +37,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PREFILLRESPONSE']._serialized_start=248
   _globals['_PREFILLRESPONSE']._serialized_end=530
   _globals['_HANDOVER']._serialized_start=533
-  _globals['_HANDOVER']._serialized_end=672
-  _globals['_ABORTREQUEST']._serialized_start=674
-  _globals['_ABORTREQUEST']._serialized_end=709
-  _globals['_ABORTRESPONSE']._serialized_start=711
-  _globals['_ABORTRESPONSE']._serialized_end=747
-  _globals['_DRAINREQUEST']._serialized_start=749
-  _globals['_DRAINREQUEST']._serialized_end=763
-  _globals['_DRAINRESPONSE']._serialized_start=765
-  _globals['_DRAINRESPONSE']._serialized_end=802
-  _globals['_PROBEREQUEST']._serialized_start=804
-  _globals['_PROBEREQUEST']._serialized_end=818
-  _globals['_PROBERESPONSE']._serialized_start=820
-  _globals['_PROBERESPONSE']._serialized_end=907
-  _globals['_STATSREQUEST']._serialized_start=909
-  _globals['_STATSREQUEST']._serialized_end=923
-  _globals['_STATSRESPONSE']._serialized_start=926
-  _globals['_STATSRESPONSE']._serialized_end=1180
-  _globals['_PREFILL']._serialized_start=1183
-  _globals['_PREFILL']._serialized_end=1588
+  _globals['_HANDOVER']._serialized_end=695
+  _globals['_ABORTREQUEST']._serialized_start=697
+  _globals['_ABORTREQUEST']._serialized_end=732
+  _globals['_ABORTRESPONSE']._serialized_start=734
+  _globals['_ABORTRESPONSE']._serialized_end=770
+  _globals['_DRAINREQUEST']._serialized_start=772
+  _globals['_DRAINREQUEST']._serialized_end=786
+  _globals['_DRAINRESPONSE']._serialized_start=788
+  _globals['_DRAINRESPONSE']._serialized_end=825
+  _globals['_PROBEREQUEST']._serialized_start=827
+  _globals['_PROBEREQUEST']._serialized_end=841
+  _globals['_PROBERESPONSE']._serialized_start=843
+  _globals['_PROBERESPONSE']._serialized_end=953
+  _globals['_STATSREQUEST']._serialized_start=955
+  _globals['_STATSREQUEST']._serialized_end=969
+  _globals['_STATSRESPONSE']._serialized_start=972
+  _globals['_STATSRESPONSE']._serialized_end=1226
+  _globals['_PREFILL']._serialized_start=1229
+  _globals['_PREFILL']._serialized_end=1634
 # @@protoc_insertion_point(module_scope)

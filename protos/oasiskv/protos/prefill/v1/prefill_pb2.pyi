@@ -34,7 +34,7 @@ class PrefillResponse(_message.Message):
     def __init__(self, first_token_id: _Optional[int] = ..., first_logprobs: _Optional[_Union[_generation_pb2.TokenLogprobs, _Mapping]] = ..., finish_reason: _Optional[_Union[_generation_pb2.FinishReason, str]] = ..., handover: _Optional[_Union[Handover, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., usage: _Optional[_Union[_generation_pb2.Usage, _Mapping]] = ...) -> None: ...
 
 class Handover(_message.Message):
-    __slots__ = ("handle", "ttl_ms", "staging", "num_tokens", "num_blocks", "budget_blocks", "summary")
+    __slots__ = ("handle", "ttl_ms", "staging", "num_tokens", "num_blocks", "budget_blocks", "summary", "summary_dtype")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     TTL_MS_FIELD_NUMBER: _ClassVar[int]
     STAGING_FIELD_NUMBER: _ClassVar[int]
@@ -42,6 +42,7 @@ class Handover(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     BUDGET_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     SUMMARY_FIELD_NUMBER: _ClassVar[int]
+    SUMMARY_DTYPE_FIELD_NUMBER: _ClassVar[int]
     handle: str
     ttl_ms: int
     staging: str
@@ -49,7 +50,8 @@ class Handover(_message.Message):
     num_blocks: int
     budget_blocks: int
     summary: str
-    def __init__(self, handle: _Optional[str] = ..., ttl_ms: _Optional[int] = ..., staging: _Optional[str] = ..., num_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., budget_blocks: _Optional[int] = ..., summary: _Optional[str] = ...) -> None: ...
+    summary_dtype: str
+    def __init__(self, handle: _Optional[str] = ..., ttl_ms: _Optional[int] = ..., staging: _Optional[str] = ..., num_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., budget_blocks: _Optional[int] = ..., summary: _Optional[str] = ..., summary_dtype: _Optional[str] = ...) -> None: ...
 
 class AbortRequest(_message.Message):
     __slots__ = ("request_ids",)
@@ -78,16 +80,18 @@ class ProbeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ProbeResponse(_message.Message):
-    __slots__ = ("handle", "digest", "budget_blocks", "summary")
+    __slots__ = ("handle", "digest", "budget_blocks", "summary", "summary_dtype")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     BUDGET_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     SUMMARY_FIELD_NUMBER: _ClassVar[int]
+    SUMMARY_DTYPE_FIELD_NUMBER: _ClassVar[int]
     handle: str
     digest: bytes
     budget_blocks: int
     summary: str
-    def __init__(self, handle: _Optional[str] = ..., digest: _Optional[bytes] = ..., budget_blocks: _Optional[int] = ..., summary: _Optional[str] = ...) -> None: ...
+    summary_dtype: str
+    def __init__(self, handle: _Optional[str] = ..., digest: _Optional[bytes] = ..., budget_blocks: _Optional[int] = ..., summary: _Optional[str] = ..., summary_dtype: _Optional[str] = ...) -> None: ...
 
 class StatsRequest(_message.Message):
     __slots__ = ()
