@@ -63,7 +63,7 @@ def replay_shape(trace: SelectionTrace, head_dim: int) -> CacheShape:
 
 def handover_layout(trace: SelectionTrace, config: LookaheadConfig, shape: CacheShape) -> HandoverLayout:
     """Return which staged block of a trace's prompt holds what."""
-    summaries = SummaryLayout(kind=config.summary, block_size=shape.block_size, head_dim=shape.head_dim)
+    summaries = SummaryLayout.of(config, shape.block_size, shape.head_dim, shape.dtype.itemsize)
     layout = SparseLayout(budget_blocks=config.budget_blocks, rows_per_page=summaries.rows_per_page)
     return HandoverLayout.of(trace.num_tokens, trace.block_size, layout)
 
