@@ -39,8 +39,7 @@ with warnings.catch_warnings():
     install()
 
 MAX_BLOCKS = st.sampled_from([9, 19, 36])  # of the longest request: one summary page, two or three
-MAX_RUNNING = 4
-NUM_TEXTS = 2
+MAX_RUNNING, NUM_TEXTS = 4, 2
 PROMPTS = st.tuples(
     st.integers(0, NUM_TEXTS - 1),
     # Blocks about the budget, one page and two: where the shape of a request changes.
@@ -334,7 +333,7 @@ class BackendMachine(RuleBasedStateMachine):
             debug_poison=draw(st.booleans()),
             summary_dtype=draw(st.sampled_from(["auto", "auto", "fp8"])),
         )
-        is_fp8 = draw(st.booleans())  # K is then ten times as large, so that rounding shows
+        is_fp8 = draw(st.booleans())  # units; K is then ten times as large, so that rounding shows
         shape = CacheShape(
             num_layers=num_layers,
             num_target_layers=max(1, num_layers - draw(st.integers(0, 1))),
@@ -346,14 +345,13 @@ class BackendMachine(RuleBasedStateMachine):
             scale=0.04 if is_fp8 else 0.4,
             is_fp8=is_fp8,
         )
-        self.block_size = shape.block_size
-        max_blocks = draw(MAX_BLOCKS)
+        self.block_size, max_blocks = shape.block_size, draw(MAX_BLOCKS)
         self.max_tokens = max_blocks * shape.block_size
         texts = Texts(NUM_TEXTS, self.max_tokens + 4, shape, seed=draw(st.integers(0, 3)))
         num_blocks, num_host_blocks = max_blocks + 2 + draw(SLACK), max_blocks + 1 + draw(SLACK)
-        summaries = SummaryLayout.of(self.config, shape.block_size, shape.head_dim, shape.dtype.itemsize)
+        rows = SummaryLayout.of(self.config, shape.block_size, shape.head_dim, shape.dtype.itemsize).rows_per_page
         self.scheduler = Scheduler(
-            SparseLayout(budget_blocks=budget, rows_per_page=summaries.rows_per_page),
+            SparseLayout(budget_blocks=budget, rows_per_page=rows),
             shape.block_size,
             num_blocks=num_blocks,
             num_host_blocks=num_host_blocks,
