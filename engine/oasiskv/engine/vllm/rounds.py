@@ -203,7 +203,7 @@ def _sizes(config: Any, llm: Any) -> dict[str, Any]:
     block_size = group.kv_cache_spec.block_size
     budget_blocks, page_rows = 0, 1
     if settings.is_enabled(config):
-        layout = settings.sparse_layout(settings.load(config), block_size)
+        layout = settings.layout_of(config, settings.load(config))
         budget_blocks, page_rows = layout.budget_blocks, layout.rows_per_page
     return {
         "block_size": block_size,
