@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import pytest
 
@@ -28,15 +28,20 @@ LOOKAHEAD = {
     "budgetBlocks": 256,
     "fetchRatio": 0.1,
     "minCap": 8,
+    "cap": "auto",
+    "maxCap": 16,
     "scoreAlpha": 0.5,
+    "prediction": "lookahead",
     "summary": "minmax",
+    "summaryDtype": "auto",
     "groupReduction": "sum",
     "sinkBlocks": 2,
     "hostPoolBytes": "32Gi",
     "hostDtype": "auto",
     "switch": "early",
+    "drafting": "always",
     "signal": "joined",
-    "handoverMode": "full",
+    "handoverMode": "capped",
 }
 FULL: dict[str, Any] = {
     **SPEC,
@@ -128,6 +133,8 @@ def another(hint: Any, marks: tuple[Any, ...], value: Any, name: Any) -> Any:
     match get_origin(hint) or hint:
         case kind if kind is Literal:
             return next(each for each in get_args(hint) if each != value)
+        case kind if kind is Union:  # a word or a whole number
+            return 7
         case kind if kind is bool:
             return not value
         case kind if kind is int:

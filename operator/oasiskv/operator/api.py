@@ -17,7 +17,8 @@ Image = Annotated[str, Pattern(IMAGE, "oasiskv/engine:0.4.0")]
 Name = Annotated[str, Pattern(r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$", "models")]
 Key = Annotated[str, Pattern(r"^[a-z0-9.-]+/[\w.-]+$", "nvidia.com/gpu")]
 Count = Annotated[int, Bounds(1, 65536)]
-OURS = frozenset({"debug_verify", "debug_hold_layers", "debug_poison", "host_limit_bytes", "host_backing"})
+TESTS = {"debug_verify", "debug_hold_layers", "debug_cap_replay", "debug_poison"}
+OURS = frozenset({*TESTS, "cap_log", "host_limit_bytes", "host_backing"})
 """Settings of the backend that are for tests, or follow from the pod."""
 
 

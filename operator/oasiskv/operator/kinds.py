@@ -113,8 +113,8 @@ def hints(cls: Any) -> Mapping[str, Any]:
 def optional(hint: Any) -> tuple[Any, bool]:
     """Return a hint without None, and whether it had it."""
     if get_origin(hint) in (Union, types.UnionType) and types.NoneType in get_args(hint):
-        (rest,) = (each for each in get_args(hint) if each is not types.NoneType)
-        return rest, True
+        rest = tuple(each for each in get_args(hint) if each is not types.NoneType)
+        return Union[rest], True  # noqa: UP007 - of as many as there are
     return hint, False
 
 

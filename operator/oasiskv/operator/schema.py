@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from oasiskv.operator.kinds import (
     QUANTITY,
@@ -91,6 +91,10 @@ def _type(hint: Any) -> dict[str, Any]:
         return schema(hint)
     if origin is Literal:
         return {"type": "string", "enum": list(get_args(hint))}
+    if origin is Union:
+        # A whole number or one of some words.
+        (words,) = (get_args(each) for each in get_args(hint) if get_origin(each) is Literal)
+        return {"x-kubernetes-int-or-string": True, "pattern": f"^({'|'.join(words)})$"}
     if origin is tuple:
         return {"type": "array", "maxItems": MAX_RULED_ITEMS, "items": _type(get_args(hint)[0])}
     if origin is not None and issubclass(origin, Mapping):
@@ -151,6 +155,8 @@ def _words(hint: Any) -> str:
         return _words(base)
     if origin is Literal:
         return " or ".join(get_args(hint))
+    if origin is Union:
+        return " or ".join(_words(each) for each in get_args(hint))
     if origin is tuple:
         return f"list of {_words(get_args(hint)[0])}"
     if origin is not None and issubclass(origin, Mapping):
