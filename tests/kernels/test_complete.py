@@ -66,7 +66,7 @@ def oracle(arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Everything written, afterwards, one head at a time."""
     out = {name: arguments[name].cpu().clone() for name in WRITTEN}
     layout, before = arguments["layout"], arguments["kv_cache"].cpu()
-    for request, num_complete, step, source in arguments["rows"].tolist():
+    for request, num_complete, step, source, *_ in arguments["rows"].tolist():
         if request < 0 or source < 0:
             continue
         block = num_complete - 1
