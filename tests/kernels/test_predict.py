@@ -315,7 +315,7 @@ def test_offsets_past_four_gigabytes(implementation: str, device: str) -> None:
         ({"query": torch.zeros(5, 2, 32)}, r"^query: expected shape \[\*, \*, 64\], got \[5, 2, 32\]"),
         ({"query": torch.zeros(5, 3, 64)}, "^query: expected a multiple of 2 query heads, got 3"),
         ({"query": torch.zeros(5, 2, 64).half()}, "^query: expected torch.float32, got torch.float16"),
-        ({"rows": torch.zeros(3, 3, dtype=torch.int32)}, r"^rows: expected shape \[\*, 4\], got \[3, 3\]"),
+        ({"rows": torch.zeros(3, 3, dtype=torch.int32)}, r"^rows: expected shape \[\*, 5\], got \[3, 3\]"),
         ({"page_ids": torch.zeros(4, 3, dtype=torch.int32)}, r"^page_ids: expected shape \[5, \*\], got \[4, 3\]"),
         ({"scores": torch.zeros(3, 2, 5)}, r"^scores: expected shape \[3, 2, 4\], got \[3, 2, 5\]"),
         ({"reduction": "mean"}, "^reduction: expected one of max, sum, softmax, got mean"),
