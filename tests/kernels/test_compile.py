@@ -76,7 +76,7 @@ def compile_all(dtype, kind, is_fp8, reductions):
     if is_fp8:
         fp8.round_blocks(cache, ids(n))
         return
-    select.select(blocks, scores, rows, ids(slots), *state, plans, counters(shape))
+    select.select(blocks, scores, rows, *state, plans, counters(shape))
     publish.publish(query, ids(n), ids(n), rows, query, rows)
 
 
@@ -86,7 +86,7 @@ compile_all(torch.float16, "minmax", True, ["max"])
 compile_all(torch.bfloat16, "mid", True, ["max"])
 plan.plan(
     ids(len(Given), n), ids(n + 1), ids(n), ids(n, 70), ids(slots), ids(slots, 5), ids(n), ids(n), ids(n), rows,
-    ids(n, 140), ids(n), budget, 31, 16, 1,
+    ids(n, 140), ids(n), budget, 31, 16, 1, 6,
 )
 counts, waited = ids(9), torch.zeros(6, dtype=torch.int64)
 flags.raise_count[(1,)](counts, 1, COLUMN=0, COLUMNS=3)
