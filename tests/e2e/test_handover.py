@@ -1,5 +1,6 @@
 """Requests prefilled by one vLLM engine and decoded by another get the tokens that one engine gives: invariant 8."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,8 @@ def decode(
     """
     staged = []
     for index, request in enumerate(requests):
-        going_on = request | {"prompt": request["prompt"] + first.tokens[index][:1], "at": 5 * (index % 2)}
+        at = {"at": 5 * (index % 2)}
+        going_on = at | request | {"prompt": request["prompt"] + first.tokens[index][:1]}
         num_tokens = request["params"]["max_tokens"] - 1
         staged.append(with_params(going_on, {"oasiskv_lease": str(index)}, max_tokens=num_tokens))
     return process.run(engine, staged, settings=settings, staged=str(folder), **job)
@@ -114,6 +116,65 @@ def test_a_miss_that_does_not_come_ends_its_request_after_right_tokens(
     assert broken.pool_after == broken.pool_before
 
 
+def test_a_request_comes_beside_the_steps_of_others_and_may_end_before_it_is_there(
+    engine: dict[str, Any], backend: EngineProcess, tmp_path: Path
+) -> None:
+    first = prefill(backend, engine, tmp_path, REQUESTS[:4])
+    whole = decode(backend, engine, tmp_path, REQUESTS[:4], first)
+    for index in (1, 2, 3):
+        (tmp_path / f"{index}.slow").touch()
+    (tmp_path / "3.lost-after-8").touch()
+    requests = [request | {"at": at} for request, at in zip(REQUESTS, (0, 2, 4, 5), strict=False)]
+    requests[2]["abort_at"] = 7
+    slow = decode(backend, engine, tmp_path, requests, first, sample=True)
+    reasons = [output["completions"] and output["completions"][0]["finish_reason"] for output in slow.outputs]
+    assert reasons[:2] == ["length", "length"]
+    assert reasons[3] == "error"
+    assert slow.tokens[:2] == whole.tokens[:2]
+    running = [step["requests"].keys() for step in slow.steps]
+    begun = next(step for step, names in enumerate(running) if "1" in names)
+    # A read ends with each step: the map, what is read whole, the first set of each of three layers.
+    assert begun >= 2 + 5
+    assert all("0" in names for names in running[2:begun])
+    assert slow.pool_after == slow.pool_before
+
+
+@pytest.mark.parametrize("mode", ["full", "partial", "capped"])
+def test_a_request_holds_host_blocks_for_what_its_mode_brings(
+    engine: dict[str, Any], backend: EngineProcess, tmp_path: Path, mode: str
+) -> None:
+    long = engine | {"max_model_len": 2048}
+    settings = ON_TIME | {"handover_mode": mode}
+    requests = random_requests([1201, 1440], 20)
+    first = prefill(backend, long, tmp_path, requests)
+    single = backend.run(long, requests, settings=settings)
+    rest = decode(backend, long, tmp_path, requests, first, settings=settings, sample=True)
+    assert joined(first, rest) == single.tokens
+    full = sum(-(-len(request["prompt"]) // 16) for request in requests)
+    held = max(step["host_held"] for step in rest.steps)
+    print(f"{mode}: {held} host blocks of {full}")
+    if mode == "full":
+        assert full <= held <= full + 2 * 3
+        assert rest.counts["missed_bytes"] == 0
+    else:
+        assert held < full / 2
+    assert rest.pool_after == rest.pool_before
+
+
+@pytest.mark.parametrize("num_host_blocks", [70, 80, 100])
+def test_host_memory_that_is_short_costs_bytes_but_no_token(
+    engine: dict[str, Any], backend: EngineProcess, tmp_path: Path, num_host_blocks: int
+) -> None:
+    # More memory than one request can ever need, and less than these would hold.
+    host_block_bytes = 3 * 2 * 16 * 2 * 32 * 4
+    first = prefill(backend, engine, tmp_path, REQUESTS[:NUM_GREEDY])
+    whole = decode(backend, engine, tmp_path, REQUESTS[:NUM_GREEDY], first)
+    settings = SPARSE | {"host_pool_bytes": num_host_blocks * host_block_bytes}
+    short = decode(backend, engine, tmp_path, REQUESTS[:NUM_GREEDY], first, settings=settings)
+    assert short.tokens == whole.tokens
+    assert short.pool_after == short.pool_before
+
+
 def test_requests_that_were_preempted_after_a_handover_are_computed_again(
     engine: dict[str, Any], backend: EngineProcess, tmp_path: Path
 ) -> None:
@@ -126,6 +187,34 @@ def test_requests_that_were_preempted_after_a_handover_are_computed_again(
         assert len(got) == len(expected)
         assert got[:3] == expected[:3]
     assert resumed.pool_after == resumed.pool_before
+
+
+def test_a_prompt_whose_first_blocks_are_staged_is_computed_from_there_and_shares_them(
+    engine: dict[str, Any], backend: EngineProcess, tmp_path: Path
+) -> None:
+    # Chunks end where the blocks that are loaded do, so that sums of float32 have one order.
+    chunks = engine | {"max_num_batched_tokens": 160}
+    prefill(backend, chunks, tmp_path, REQUESTS[1:2])
+    later = random_requests([310], 40, prompt_seed=2)[0]
+    later["prompt"][:160] = REQUESTS[1]["prompt"][:160]
+    single = backend.run(chunks, [later], settings=SPARSE)
+    staged = [with_params(later, {"oasiskv_stage": "later", "oasiskv_prefix": ["0", 10]}, max_tokens=2)]
+    loaded = backend.run(chunks, staged, settings=SPARSE, staged=str(tmp_path), take=["later"])
+    assert loaded.handovers == [[["staged", ""]]]
+    assert loaded.counts["loaded_bytes"] == 10 * 3 * 2 * 16 * 64 * 4
+    assert loaded.tokens[0] == single.tokens[0][:2]
+    assert loaded.pool_after == loaded.pool_before
+    assert {int(path.name.split("-")[1]) for path in tmp_path.glob("later-*.pt")} >= set(range(10, 19))
+    for index, layer in itertools.product(range(10), range(3)):
+        # The lease begins with the loaded blocks.
+        (tmp_path / f"0-{index}-{layer}.pt").rename(tmp_path / f"later-{index}-{layer}.pt")
+    going_on = later | {"prompt": later["prompt"] + single.tokens[0][:1]}
+    decoding = [with_params(going_on, {"oasiskv_lease": "later"}, max_tokens=39)]
+    rest = backend.run(chunks, decoding, settings=SPARSE, staged=str(tmp_path))
+    assert single.tokens[0][:1] + rest.tokens[0] == single.tokens[0]
+    lost = backend.run(chunks, staged, settings=SPARSE, staged=str(tmp_path), sample=True)
+    assert lost.outputs[0]["completions"][0]["finish_reason"] == "error"
+    assert lost.pool_after == lost.pool_before
 
 
 @pytest.mark.parametrize("step", [2, 7])
@@ -167,7 +256,11 @@ def test_parameters_that_nobody_can_use_change_nothing(
 ) -> None:
     plain = backend.run(engine, REQUESTS[:2], settings=SPARSE, staged=str(tmp_path))
     wrongs: tuple[dict[str, Any], ...]
-    wrongs = ({"oasiskv_lease": 7}, {"oasiskv_stage": ["x"]}, {"oasiskv_stage": "a", "oasiskv_lease": "b"})
+    wrongs = (
+        {"oasiskv_lease": 7},
+        {"oasiskv_stage": "a", "oasiskv_lease": "b"},
+        {"oasiskv_stage": "a", "oasiskv_prefix": ["b", 99]},
+    )
     for wrong in wrongs:
         requests = [with_params(request, wrong) for request in REQUESTS[:2]]
         assert backend.run(engine, requests, settings=SPARSE).tokens == plain.tokens

@@ -28,7 +28,7 @@ from oasiskv.core.service_config import EngineConfig, PrefillConfig
 from oasiskv.engine.state import CacheShape
 from oasiskv.services.clients.blocks import SessionBlocks, arguments, attach
 from oasiskv.services.clients.link import StagingLink
-from oasiskv.services.clients.session import SessionConfig, StagingSession
+from oasiskv.services.clients.session import FetchStatus, SessionConfig, StagingSession
 from oasiskv.services.generation import Prompt
 from oasiskv.services.prefill.service import PrefillService, block_keys
 from oasiskv.services.staging.process import StagingProcess
@@ -64,6 +64,9 @@ class FakeEngine:
         self.finish_reason = "length"
         self.num_tokens = 2
         self.writes: dict[str, list[Any]] = {}
+        self.prefixes: list[tuple[str, int] | None] = []
+        self.loaded: dict[str, torch.Tensor] = {}
+        self.loses_prefixes = False
 
     async def attach_staging(self, maker: str, given: dict[str, Any]) -> None:
         assert maker == "oasiskv.services.clients.blocks:attach"
@@ -75,15 +78,33 @@ class FakeEngine:
         return [int(token) for token in prompt]  # type: ignore[arg-type]
 
     async def generate(
-        self, request_id: str, ids: Sequence[int], sampling: Sampling, *, stage: str | None = None
+        self,
+        request_id: str,
+        ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        stage: str | None = None,
+        prefix: tuple[str, int] | None = None,
     ) -> AsyncIterator[Generated]:
+        self.prefixes.append(prefix)
+        num_there = 0
+        if prefix is not None:
+            assert self.blocks is not None
+            num_there = prefix[1]
+            out = torch.empty(num_there, 3, 2, 16, 16).half()
+            self.blocks.fetch(prefix[0], range(num_there), 0, out).result()
+            self.loaded[request_id] = out
+            if self.loses_prefixes:
+                yield Generated(token_ids=[], finish_reason="error")
+                return
         if stage is not None:
             assert sampling.max_tokens == 2
             assert self.blocks is not None
             places = HandoverLayout.of(len(ids), 16, LAYOUT)
             data = torch.randn(places.num_blocks, 3, 2, 16, 16, dtype=torch.float32).half()
             self.written[request_id] = data
-            self.writes[stage] = [self.blocks.put(stage, range(places.num_complete), 0, data[: places.num_complete])]
+            own = range(num_there, places.num_complete)
+            self.writes[stage] = [self.blocks.put(stage, own, 0, data[own.start : own.stop])]
         await self.may_go_on.wait()
         if stage is not None and self.num_tokens == 2:
             assert self.blocks is not None
@@ -96,7 +117,7 @@ class FakeEngine:
             yield Generated(token_ids=[8], finish_reason="length")
 
     async def take_handover(self, lease: str) -> list[bytes]:
-        for write in self.writes.pop(lease):
+        for write in self.writes.pop(lease, []):
             await asyncio.wrap_future(write)
         assert self.blocks is not None
         receipt = await asyncio.to_thread(self.blocks.receipt, lease)
@@ -192,6 +213,46 @@ def test_the_handle_brings_every_byte_that_the_engine_staged(staging: StagingPro
         with pytest.raises(LeaseExpiredError):
             await asyncio.wrap_future(blocks.fetch(lease.token, [0], 0, out[:1]))
         await asyncio.to_thread(blocks.close)
+
+    run(staging, check)
+
+
+def test_blocks_of_earlier_prompts_are_loaded_and_shared(staging: StagingProcess) -> None:
+    async def check(service: PrefillService, engine: FakeEngine, reader: StagingSession) -> None:
+        prompt = [n % 7 for n in range(130)]
+        first, _ = await service.prefill("first", prompt, GREEDY)
+        longer = [*prompt[:100], *range(70)]
+        second, _ = await service.prefill("second", longer, GREEDY)
+        third, _ = await service.prefill("third", prompt[:128], GREEDY)
+        # Six blocks are equal; of a prompt that is there whole the last token is computed all the same.
+        assert engine.prefixes[0] is None
+        assert [prefix and prefix[1] for prefix in engine.prefixes] == [None, 6, 7]
+        assert torch.equal(engine.loaded["second"], engine.written["first"][:6])
+        assert torch.equal(engine.loaded["third"], engine.written["first"][:7])
+        assert service.counts.num_loaded_tokens == 13 * 16
+        one = await asyncio.wrap_future(reader.accept(first.handle))
+        two = await asyncio.wrap_future(reader.accept(second.handle))
+        out = np.zeros((second.num_blocks, 3, FINGERPRINT.part_bytes), np.uint8)
+        reader.register(out)
+        statuses = await asyncio.wrap_future(reader.fetch(two, range(second.num_blocks), 0, out))
+        assert (statuses == FetchStatus.OK).all()
+        expected = torch.cat([engine.written["first"][:6], engine.written["second"][6:]])
+        assert torch.equal(torch.from_numpy(out).view(torch.float16).reshape(expected.shape), expected)
+        await asyncio.wrap_future(reader.release(one, two, await asyncio.wrap_future(reader.accept(third.handle))))
+
+    run(staging, check)
+
+
+def test_a_prompt_whose_blocks_are_lost_on_the_way_is_computed(staging: StagingProcess) -> None:
+    async def check(service: PrefillService, engine: FakeEngine, reader: StagingSession) -> None:
+        prompt = [n % 7 for n in range(130)]
+        await service.prefill("first", prompt, GREEDY)
+        engine.loses_prefixes = True
+        second, _ = await service.prefill("second", prompt, GREEDY)
+        assert [prefix and prefix[1] for prefix in engine.prefixes] == [None, 8, None]
+        assert service.counts.num_loaded_tokens == 0
+        lease = await asyncio.wrap_future(reader.accept(second.handle))
+        assert lease.num_blocks == second.num_blocks
 
     run(staging, check)
 

@@ -38,7 +38,8 @@ class Fingerprint:
     """Width of K, and of V, per token and KV head."""
 
     tp_size: int = 1
-    """Tensor-parallel ranks; each holds `num_kv_heads / tp_size` heads."""
+    """Tensor-parallel ranks of the engine with most; each has `num_kv_heads / tp_size` heads. An engine of fewer ranks
+    holds those of several in each of its own."""
 
     layout: str = LAYOUT
     """Order of the bytes: rank, layer, KV head, token, then K and V of the token side by side."""

@@ -192,6 +192,22 @@ class HostBlockManager:
             self._tables[request_id] = found
         return list(found)
 
+    def continue_prefix(
+        self, request_id: str, block_keys: Iterable[bytes], num_blocks: int
+    ) -> tuple[list[int], list[int]]:
+        """Start a request with a prefix of found blocks and new ones behind it; return the ids of both.
+
+        Raises:
+            InvalidRequestError: As `adopt`.
+            PoolExhaustedError: As `extend`; nothing is taken.
+        """
+        held = self.adopt(request_id, block_keys)
+        try:
+            return held, self.extend(request_id, num_blocks)
+        except PoolExhaustedError:
+            self.release(request_id)
+            raise
+
     def rename(self, request_id: str, new_request_id: str) -> None:
         """Let a request go on under another id, which must own no block.
 

@@ -54,10 +54,7 @@ class LeaseTable:
         self._new_id = new_id
         self._on_change = on_change or (lambda block_key, is_held: None)
         self.blocks = HostBlockManager(
-            config.num_blocks,
-            on_evict=lambda block_key: self._on_change(block_key, False),
-            on_cached=on_cached,
-            on_free=on_free,
+            config.num_blocks, lambda block_key: self._on_change(block_key, False), on_cached, on_free
         )
         """Who owns which block; others than this table change it only for an owner of `temporary_owner`."""
         self.generations = np.zeros(config.num_blocks, np.uint64) if generations is None else generations
@@ -155,8 +152,12 @@ class LeaseTable:
                 if lease.state is LeaseState.FENCED:
                     self._end(lease)
 
-    def allocate(self, peer_id: str, num_blocks: int, ttl_s: float) -> tuple[str, list[int]]:
+    def allocate(
+        self, peer_id: str, num_blocks: int, ttl_s: float, keys: Sequence[bytes] = ()
+    ) -> tuple[str, list[int]]:
         """Take blocks to write to, and return the id of a write lease and the block ids; their generations change.
+
+        The longest prefix of `keys` that is held comes first in the lease, as it is: these blocks are sealed.
 
         Raises:
             InvalidRequestError: `num_blocks` or `ttl_s` is not positive.
@@ -169,10 +170,10 @@ class LeaseTable:
         ttl_s = self._config.granted_ttl(ttl_s)
         self._check_quota(peer, num_blocks)
         lease_id = self._new_id()
-        block_ids = self.blocks.extend(lease_id, num_blocks)
-        self.generations[block_ids] += np.uint64(1)
+        held, new = self.blocks.continue_prefix(lease_id, keys[:num_blocks], num_blocks)
+        self.generations[new] += np.uint64(1)
         self._attach(LeaseRecord(lease_id, None, True, 0.0), peer_id, ttl_s)
-        return lease_id, block_ids
+        return lease_id, held + new
 
     def seal(self, peer_id: str, lease_id: str, block_keys: Mapping[int, bytes]) -> list[int]:
         """Declare blocks of a write lease final and findable; sealing again under the same key changes nothing.

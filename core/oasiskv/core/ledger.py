@@ -7,14 +7,18 @@ from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
-from oasiskv.core.commands import Admission, StepCommands
+from oasiskv.core.commands import Admission, Prefix, StepCommands
 from oasiskv.core.handover import HandoverLayout
 from oasiskv.core.host_blocks import HostBlockManager
 from oasiskv.core.layout import SparseLayout
+from oasiskv.core.rooms import Rooms
 from oasiskv.core.switch_rule import Reason, SwitchRule
 
 STORE_BATCH = 8
 """Blocks of a dense, decoding request that are written through together: each write costs launches in every layer."""
+
+ROOM_BUDGETS = 2
+"""Budgets of host blocks with which a request from staging begins: its KV heads choose much the same blocks."""
 
 RESERVED_BLOCKS = 3
 """Engine blocks kept free per request where requests stay dense: a switch gives blocks back in a later step."""
@@ -26,6 +30,7 @@ class _Expected:
 
     longest: int
     stage: str | None
+    prefix: Prefix | None
     admission: Admission | None
 
 
@@ -36,9 +41,12 @@ class _Request:
     uses_host: bool
     num_blocks: int = 0
     """Entries of its block table."""
+    first_host_block: int = 0
+    """Blocks before this one came from staging; their copies lie in the request's room."""
     num_host_blocks: int = 0
+    """Host blocks for the others."""
     num_announced: int = 0
-    """Host blocks the workers know of."""
+    """Of these, those that the workers know of."""
     num_final: int = 0
     """Complete blocks as of this step's processed tokens."""
     num_ordered: int = 0
@@ -58,6 +66,10 @@ class _Request:
     """Whether it switches as soon as it can, since another process goes on with it from there."""
     admission: Admission | None = None
     """What the workers must be told so that it begins with KV from staging."""
+    prefix: Prefix | None = None
+    """What the workers must be told so that its first blocks come from staging."""
+    is_arriving: bool = False
+    """Whether it was not run yet since the workers were told."""
 
 
 class RequestLedger:
@@ -72,21 +84,39 @@ class RequestLedger:
         block_size: Tokens per block.
         host: The host blocks.
         rule: When requests become sparse.
+        brings_all: Whether a request from staging needs room for all its KV at once; else for twice its budget.
     """
 
-    def __init__(self, layout: SparseLayout, block_size: int, host: HostBlockManager, rule: SwitchRule) -> None:
+    def __init__(
+        self,
+        layout: SparseLayout,
+        block_size: int,
+        host: HostBlockManager,
+        rule: SwitchRule,
+        *,
+        brings_all: bool = False,
+    ) -> None:
         """Start without requests."""
         self._layout = layout
         self._block_size = block_size
         self._host = host
         self._rule = rule
+        budget = layout.budget_blocks
+        self.rooms = Rooms(host, None if brings_all else ROOM_BUDGETS * budget, budget // 4)
+        """Host blocks for what requests fetch."""
         self._shortage = 0
         self._num_switched: Counter[Reason] = Counter()
         self._requests: dict[str, _Request] = {}
         self._expected: dict[str, _Expected] = {}
 
     def expect(
-        self, request_id: str, max_tokens: int, *, stage: str | None = None, admission: Admission | None = None
+        self,
+        request_id: str,
+        max_tokens: int,
+        *,
+        stage: str | None = None,
+        prefix: Prefix | None = None,
+        admission: Admission | None = None,
     ) -> None:
         """Note how long a request can become; one that can never become sparse gets no host blocks.
 
@@ -94,9 +124,10 @@ class RequestLedger:
             request_id: The request.
             max_tokens: Tokens it can have at most.
             stage: Lease that its KV is staged under, for a process that goes on with it.
+            prefix: Blocks in staging that it need not compute; those of `stage` begin with them too.
             admission: The KV in staging that it begins with. If that is too little to be sparse, it is not used.
         """
-        self._expected[request_id] = _Expected(longest=max_tokens, stage=stage, admission=admission)
+        self._expected[request_id] = _Expected(longest=max_tokens, stage=stage, prefix=prefix, admission=admission)
 
     def forget(self, request_id: str) -> None:
         """Drop what `expect` noted; the request ended."""
@@ -105,10 +136,15 @@ class RequestLedger:
     def num_staged_tokens(self, request_id: str) -> int:
         """Return with how many tokens from staging a request that has no blocks can begin; 0 if it cannot.
 
-        A request that was preempted cannot: what it generated is not in staging, and is computed with its prompt.
+        A request that was preempted cannot, but for a prefix of its prompt: what it generated is not in staging, and is
+        computed with its prompt.
         """
         expected = self._expected.get(request_id)
-        if expected is None or expected.admission is None:
+        if expected is None:
+            return 0
+        if expected.prefix is not None:
+            return expected.prefix.num_blocks * self._block_size
+        if expected.admission is None:
             return 0
         num_tokens = expected.admission.num_tokens
         return num_tokens if self._layout.may_switch(num_tokens // self._block_size) else 0
@@ -126,13 +162,17 @@ class RequestLedger:
         request = self._requests[request_id] = _Request(prefill_tokens=num_tokens, uses_host=can_switch)
         if expected is None:
             return
-        if num_staged_tokens:
+        if num_staged_tokens and expected.prefix is None:
             request.uses_host, request.is_sparse = True, True
             request.admission = expected.admission
             self._note(request, num_staged_tokens)
+            request.first_host_block = request.num_final
             # What came from staging is not all here: it is neither written through nor found by its content.
             request.num_ordered = request.num_stored = request.num_sealed = request.num_freed = request.num_final
-        elif can_switch:
+            return
+        if num_staged_tokens:
+            request.prefix = expected.prefix
+        if can_switch:
             request.stage = expected.stage
             request.hands_over = expected.stage is not None
 
@@ -152,7 +192,8 @@ class RequestLedger:
     def can_grow(self, request_id: str, num_tokens: int) -> bool:
         """Say whether host memory has room for this many tokens of the request."""
         request = self._requests[request_id]
-        return not request.uses_host or self._host.can_extend(request_id, self._num_blocks(num_tokens))
+        num_missing = self._num_missing(request_id, num_tokens)
+        return not request.uses_host or self.rooms.can_yield(num_missing, to_new=self._has_none(request_id))
 
     def grow(self, request_id: str, num_tokens: int) -> None:
         """Give the request host blocks for this many tokens.
@@ -162,9 +203,25 @@ class RequestLedger:
         """
         request, num_blocks = self._requests[request_id], self._num_blocks(num_tokens)
         if request.uses_host:
-            self._host.extend(request_id, num_blocks)
-            request.num_host_blocks = max(request.num_host_blocks, num_blocks)
+            self.rooms.make_free(self._num_missing(request_id, num_tokens), to_new=self._has_none(request_id))
+            if self._needs_room(request_id):
+                self.rooms.open(request_id, request.first_host_block)
+            self._host.extend(request_id, num_blocks - request.first_host_block)
+            request.num_host_blocks = len(self._host.table(request_id))
         request.num_blocks = max(request.num_blocks, num_blocks)
+
+    def seat(self, request_id: str, block_ids: Sequence[int]) -> None:
+        """Note the block table of a request that begins with tokens from staging."""
+        request = self._requests[request_id]
+        if request.prefix is not None:
+            request.prefix = replace(request.prefix, block_ids=tuple(block_ids[: request.prefix.num_blocks]))
+        if request.admission is not None:
+            request.admission = replace(request.admission, block_ids=tuple(block_ids))
+
+    @property
+    def num_arriving(self) -> int:
+        """Requests that have blocks for their KV from staging, and did not run yet."""
+        return sum(request.is_arriving or self._will_arrive(request) for request in self._requests.values())
 
     def note_shortage(self, num_blocks: int) -> None:
         """Note that a request could not be given engine blocks in this step, for want of so many."""
@@ -215,7 +272,7 @@ class RequestLedger:
         host_blocks: dict[str, list[int]] = {}
         store: dict[str, tuple[int, int]] = {}
         stage: dict[str, str] = {}
-        admit: dict[str, Admission] = {}
+        admit, load = self._take_arrivals()
         running = {name: self._requests[name] for name in sorted(num_computed.keys() & self._requests.keys())}
         for request_id, request in running.items():
             if request.uses_host:
@@ -228,10 +285,9 @@ class RequestLedger:
                 host_blocks[request_id] = list(self._host.table(request_id)[request.num_announced :])
                 request.num_announced = request.num_host_blocks
             request.num_ordered = request.num_final
+            request.is_arriving = False
             if request.stage is not None:
                 stage[request_id], request.stage = request.stage, None
-            if request.admission is not None:
-                admit[request_id], request.admission = request.admission, None
             if not request.is_sparse and self._is_store_due(request, is_switched=request_id in switch):
                 store[request_id] = (request.num_stored, request.num_final)
                 request.num_stored = request.num_final
@@ -239,11 +295,13 @@ class RequestLedger:
         self._num_switched.update(switch.values())
         return StepCommands(
             released=tuple(sorted(released)),
+            admit=admit,
+            load=load,
+            room=self.rooms.take_changes(admit.keys()),
             host_blocks=host_blocks,
             stage=stage,
             store=store,
             switch={request_id: running[request_id].num_final for request_id in switch},
-            admit=admit,
         )
 
     @property
@@ -268,7 +326,7 @@ class RequestLedger:
             return
         end = min(request.num_ordered if request.is_sparse else request.num_stored, len(block_keys))
         for block_index in range(request.num_sealed, end):
-            self._host.seal(request_id, block_index, block_keys[block_index])
+            self._host.seal(request_id, block_index - request.first_host_block, block_keys[block_index])
         request.num_sealed = max(request.num_sealed, end)
 
     def is_sparse(self, request_id: str) -> bool:
@@ -280,8 +338,41 @@ class RequestLedger:
         """Take back everything of a request that finished or was preempted."""
         if self._requests.pop(request_id, None) is not None:
             self._host.release(request_id)
+            self.rooms.close(request_id)
         if (expected := self._expected.get(request_id)) is not None:
             self._expected[request_id] = replace(expected, admission=None)
+
+    def _take_arrivals(self) -> tuple[dict[str, Admission], dict[str, Prefix]]:
+        """Return what workers must be told of requests that were given blocks for their KV from staging."""
+        admit, load = {}, {}
+        for request_id, request in self._requests.items():
+            if not self._will_arrive(request):
+                continue
+            request.is_arriving = True
+            if request.admission is not None:
+                admit[request_id], request.admission = request.admission, None
+            if request.prefix is not None:
+                load[request_id], request.prefix = request.prefix, None
+        return admit, load
+
+    def _will_arrive(self, request: _Request) -> bool:
+        """Say whether workers were not told yet of a request that was given blocks for its KV from staging."""
+        return request.num_blocks > 0 and (request.admission is not None or request.prefix is not None)
+
+    def _has_none(self, request_id: str) -> bool:
+        """Say whether a request has no host blocks at all."""
+        return request_id not in self.rooms and not self._host.table(request_id)
+
+    def _needs_room(self, request_id: str) -> bool:
+        """Say whether a request begins with tokens from staging and has no room yet."""
+        return self.begins_staged(request_id) and request_id not in self.rooms
+
+    def _num_missing(self, request_id: str, num_tokens: int) -> int:
+        """Return the host blocks that a request lacks for this many tokens."""
+        request = self._requests[request_id]
+        num_own = self._num_blocks(num_tokens) - request.first_host_block - len(self._host.table(request_id))
+        num_first = self.rooms.num_first(request.first_host_block) if self._needs_room(request_id) else 0
+        return max(0, num_own) + num_first
 
     def _note(self, request: _Request, num_final_tokens: int) -> None:
         request.num_processed = max(request.num_processed, num_final_tokens)

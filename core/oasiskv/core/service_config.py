@@ -21,7 +21,7 @@ OWNED_ARGUMENTS = {
     "model": "engine.model",
     "dtype": "fingerprint.dtype",
     "block_size": "fingerprint.block_size",
-    "tensor_parallel_size": "fingerprint.tp_size",
+    "tensor_parallel_size": "engine.tp_size",
     "worker_cls": "nothing: it follows from the machine",
     "kv_transfer_config": "engine.lookahead",
 }
@@ -57,6 +57,9 @@ class EngineConfig:
     """Settings of the backend; `budget_blocks`, `summary` and `summary_dtype` must be equal on both sides of a
     handover."""
 
+    tp_size: int | None = None
+    """Tensor-parallel ranks of this engine; `fingerprint.tp_size`, which they are by default, is a multiple of them."""
+
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Any other argument of vLLM's engine by its Python name, such as `max_model_len` or `speculative_config`."""
 
@@ -68,6 +71,8 @@ class EngineConfig:
         """
         if not isinstance(self.model, str) or not self.model:
             raise ConfigError(f"model: expected a folder or a name, got {self.model!r}")
+        if self.tp_size is not None and (not _is_number(self.tp_size, int) or self.tp_size < 1):
+            raise ConfigError(f"tp_size: expected an integer of at least 1, got {self.tp_size!r}")
         if not isinstance(self.arguments, Mapping):
             raise ConfigError(f"arguments: expected a table, got {self.arguments!r}")
         for name in self.arguments:

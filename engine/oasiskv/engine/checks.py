@@ -30,7 +30,14 @@ def poison(sets: WorkingSets, kv_cache: torch.Tensor, layer: int, rows: torch.Te
 
 
 def check_working_set(
-    sets: WorkingSets, kv_cache: torch.Tensor, units: torch.Tensor, layer: int, slot: int, num_sinks: int
+    sets: WorkingSets,
+    kv_cache: torch.Tensor,
+    units: torch.Tensor,
+    layer: int,
+    slot: int,
+    num_sinks: int,
+    host_ids: torch.Tensor,
+    absent: torch.Tensor,
 ) -> None:
     """Check what is resident of a sparse request in one layer, with none of the layer's transfers in flight.
 
@@ -41,6 +48,8 @@ def check_working_set(
         layer: The layer.
         slot: The request's.
         num_sinks: First blocks that are always resident.
+        host_ids: `int32[max_blocks]`: the request's host block by block index, in this layer.
+        absent: `bool[max_blocks]` on the CPU: what the host lacks, so that nothing is compared with it.
 
     Raises:
         CorruptBlockError: a head names a block twice or one that is not complete, or differs from the host.
@@ -58,10 +67,11 @@ def check_working_set(
             raise CorruptBlockError(f"resident: expected the sink blocks, got {blocks} ({where}, head {head})")
     heads = torch.arange(resident.shape[0], device=resident.device)[:, None]
     held = kv_cache[sets.slot_ids[slot].long()[None], heads].cpu()
-    host_ids = sets.host_table[slot][resident.long()].long().cpu()
-    host = read(units, layer, host_ids, heads.cpu(), kv_cache)
+    host = read(units, layer, host_ids[resident.long()].long().cpu(), heads.cpu(), kv_cache)
     if units.dtype != kv_cache.dtype:  # fp8: bits of a widened NaN depend on the device
         held, host = (torch.where(one.isnan(), torch.nan, one) for one in (held, host))
+    is_absent = absent[resident.long().cpu()]
+    held[is_absent] = host[is_absent]
     if not torch.equal(held.view(torch.uint8), host.view(torch.uint8)):
         bad = (held != host).flatten(2).any(-1).nonzero().tolist()
         raise CorruptBlockError(f"resident: bytes differ from host memory at (head, slot) {bad[:8]} ({where})")

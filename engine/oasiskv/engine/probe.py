@@ -1,6 +1,7 @@
 """Blocks of random bytes on the way between a worker and staging: what shows that KV would come through."""
 
 import os
+from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -9,6 +10,8 @@ import torch
 
 from oasiskv.engine.handover import StagedBlocks
 from oasiskv.engine.state import CacheShape
+
+DIGEST_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +29,8 @@ class Probes:
 
     def __init__(self, shape: CacheShape) -> None:
         self._shape = (1, shape.num_layers, shape.num_kv_heads, shape.unit_bytes)
+        self._num_target_layers = shape.num_target_layers
+        self._first_head = shape.tp_rank * shape.num_kv_heads
         self._probes: dict[str, _Probe] = {}
 
     def poll(self, blocks: StagedBlocks, lease: str, *, writes: bool) -> tuple[bytes, bytes] | None:
@@ -58,4 +63,28 @@ class Probes:
             return None
         probe.transfer.result()
         receipt = blocks.receipt(lease) if writes else b""
-        return blake2b(probe.data.numpy().tobytes(), digest_size=32).digest(), receipt
+        # A drafter's layers may be those of one side alone.
+        return digest_of(probe.data[:, : self._num_target_layers], self._first_head), receipt
+
+
+def digest_of(data: torch.Tensor, first_head: int) -> bytes:
+    """Return a digest that is the same however KV heads are split among ranks, once those of all ranks are joined.
+
+    Args:
+        data: `uint8[1, num_layers, num_kv_heads, unit_bytes]`, of the target model's layers.
+        first_head: Which of the model's KV heads the first one is.
+    """
+    units = (
+        (layer.to_bytes(4, "little") + (first_head + head).to_bytes(4, "little") + unit.numpy().tobytes())
+        for layer, heads in enumerate(data[0])
+        for head, unit in enumerate(heads)
+    )
+    return join_digests(blake2b(unit, digest_size=DIGEST_BYTES).digest() for unit in units)
+
+
+def join_digests(digests: Iterable[bytes]) -> bytes:
+    """Return the one digest of what several tell of their parts, in any order."""
+    joined = 0
+    for digest in digests:
+        joined ^= int.from_bytes(digest, "little")
+    return joined.to_bytes(DIGEST_BYTES, "little")

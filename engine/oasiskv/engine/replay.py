@@ -26,7 +26,7 @@ from oasiskv.engine.switch import seat
 from oasiskv.kernels.rows import Row, SummaryLayout
 
 POLL_S = 0.002
-"""Between two looks whether all of a prompt is staged."""
+"""Between two looks whether all of a prompt is staged, or has come."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +163,7 @@ class _ReplayRuntime(Runtime):
 
     def absent(self, request_id: str, num_blocks: int) -> int:
         """Return how many of a request's first blocks are not on this host, summed over layers."""
-        return int(self.inbox.absent[:, self._slot_of[request_id], :num_blocks].sum())
+        return int(self.inbox.fetched.absent[:, self._slot_of[request_id], :num_blocks].sum())
 
 
 @dataclass(slots=True)
@@ -238,6 +238,7 @@ class Replay:
         runtime, trace, shape = self._runtime, self.trace, self._shape
         before = runtime.handover_counts()
         runtime.apply(self._commands(admitted))
+        self._wait_for({request_id for request_id, _ in admitted})
         requests = self._requests
         runtime.num_done = [request.num_done for request in requests.values()]
         lens = [trace.num_tokens + num_done + 1 for num_done in runtime.num_done]
@@ -278,13 +279,25 @@ class Replay:
 
     def _commands(self, admitted: Sequence[tuple[str, str]]) -> StepCommands:
         released, self._released = tuple(self._released), []
-        host_blocks, admit = {}, {}
+        room: dict[str, tuple[int | None, list[int]]] = {}
+        host_blocks, admit, num_blocks = {}, {}, self.trace.num_prompt_blocks
         for request_id, lease in admitted:
             place = self._free_places.pop()
             self._requests[request_id] = _Request(place)
-            host_blocks[request_id] = list(range(place * self._max_blocks, (place + 1) * self._max_blocks))
-            admit[request_id] = Admission(lease=lease, num_tokens=self.trace.num_tokens)
-        return StepCommands(released=released, host_blocks=host_blocks, admit=admit)
+            host_ids = list(range(place * self._max_blocks, (place + 1) * self._max_blocks))
+            room[request_id], host_blocks[request_id] = (None, host_ids[:num_blocks]), host_ids[num_blocks:]
+            table = tuple(self._tables[place].tolist())
+            admit[request_id] = Admission(lease=lease, num_tokens=self.trace.num_tokens, block_ids=table)
+        return StepCommands(released=released, admit=admit, room=room, host_blocks=host_blocks)
+
+    def _wait_for(self, request_ids: set[str]) -> None:
+        while request_ids:
+            over, failed = self._runtime.take_arrived()
+            for error in failed.values():
+                raise error
+            request_ids = request_ids - over
+            if request_ids:
+                time.sleep(POLL_S)
 
     def _end_step(self) -> tuple[str, ...]:
         for request in self._requests.values():

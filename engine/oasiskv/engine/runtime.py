@@ -10,24 +10,24 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from oasiskv.core.commands import Admission, StepCommands
+from oasiskv.core.commands import StepCommands
 from oasiskv.core.config import LookaheadConfig
-from oasiskv.core.errors import UnsupportedError
+from oasiskv.core.errors import OasisError
 from oasiskv.core.handover import HandoverLayout
 from oasiskv.engine.caps import Caps
 from oasiskv.engine.checks import check_working_set, poison
 from oasiskv.engine.counters import RuntimeCounters
-from oasiskv.engine.handover import Inbox, Outbox, StagedBlocks, Unattached
+from oasiskv.engine.handover import Outbox, StagedBlocks, Unattached, check_can_hand_over
 from oasiskv.engine.host_pool import HostPool
+from oasiskv.engine.inbox import Inbox, Loading
 from oasiskv.engine.pipeline import Pipeline, Stage
 from oasiskv.engine.plan import Batch, StepPlan, StepPlanner
 from oasiskv.engine.probe import Probes
 from oasiskv.engine.settled import SettledCounters
 from oasiskv.engine.state import CacheShape, WorkingSets
-from oasiskv.engine.switch import switch_layer
+from oasiskv.engine.switch import switch_request
 from oasiskv.engine.upload import upload
 from oasiskv.kernels.complete import complete
-from oasiskv.kernels.fp8 import round_blocks
 from oasiskv.kernels.predict import predict
 from oasiskv.kernels.publish import publish
 from oasiskv.kernels.rows import Row, stamp_of
@@ -79,6 +79,7 @@ class Runtime:
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._planner = StepPlanner(config, shape, sets, num_slots, max_blocks)
         self._num_host_blocks: dict[str, int] = {}
+        self._num_loaded: dict[str, int] = {}
         self._sparse: set[str] = set()
         self._commands = StepCommands()
         self._step = 0
@@ -88,7 +89,9 @@ class Runtime:
         self._has_drafted = False
         self._staged: StagedBlocks = Unattached()
         self.outbox = Outbox(shape, sets, self._kv_caches, pool)
-        self.inbox = Inbox(shape, sets, self._kv_caches, pool)
+        self.inbox = Inbox(config, shape, sets, self._kv_caches, pool)
+        # Requests whose KV came, until they run.
+        self._arrived: set[str] = set()
         self._probes = Probes(shape)
 
     def attach(self, staged: StagedBlocks) -> None:
@@ -97,15 +100,8 @@ class Runtime:
         Raises:
             UnsupportedError: this backend cannot hand requests over.
         """
-        if self._device.type != "cpu":
-            raise UnsupportedError(f"device: expected cpu, the only one with handovers yet, got {self._device.type}")
-        if self.shape.is_fp8:
-            raise UnsupportedError("host_dtype: expected auto where requests are handed over, got fp8")
-        if 4 * self.config.budget_blocks > self.shape.unit_bytes:
-            raise UnsupportedError(
-                f"budget_blocks: expected at most {self.shape.unit_bytes // 4}, whose map fits into a unit, "
-                f"got {self.config.budget_blocks}"
-            )
+        check_can_hand_over(self.config, self.shape, self._device)
+        self.fence()
         self._staged.close()
         self._staged = staged
 
@@ -117,12 +113,26 @@ class Runtime:
         """Write or read a block of random bytes; see `Probes.poll`."""
         return self._probes.poll(self._staged, lease, writes=writes)
 
-    def take_failed_blocks(self) -> set[int]:
-        """Return the first engine block of each request that failed for want of its KV, since the last call."""
-        failed = self.inbox.take_failed()
-        for error in failed.values():
-            logger.warning("a request ends, for its KV did not come from staging: %s", error)
-        return {int(self.sets.slot_ids[slot, 0]) for slot in failed}
+    def take_arrived(self) -> tuple[set[str], dict[str, OasisError]]:
+        """Return the requests to which nothing comes from staging any more, and why, if their KV did not come.
+
+        The first may run from the next step on, or have ended before their KV was there.
+        """
+        over, failed = set(), {}
+        for ended in self.inbox.take_arrived():
+            over.add(ended.request_id)
+            if ended.is_cancelled:
+                self._free(ended.slot)
+            elif ended.error is None and ended.is_sparse:
+                self._sparse.add(ended.request_id)
+                self._arrived.add(ended.request_id)
+            elif ended.error is not None:
+                failed[ended.request_id] = ended.error
+        return over, failed
+
+    def host_table(self, layer: int) -> torch.Tensor:
+        """Return a layer's `int32[R, max_blocks]`: block index to host block."""
+        return self.inbox.fetched.table(layer)
 
     @property
     def plan(self) -> StepPlan | None:
@@ -135,20 +145,36 @@ class Runtime:
         Waits for the whole background if requests left: their blocks may now belong to others.
         """
         self._plan = None
-        if commands.released:
+        # Host blocks that are taken back may belong to others too.
+        if commands.released or any(kept is not None for kept, _ in commands.room.values()):
             self.fence()
         for request_id in commands.released:
             self._sparse.discard(request_id)
+            self._arrived.discard(request_id)
             self._num_host_blocks.pop(request_id, None)
+            self._num_loaded.pop(request_id, None)
             self.outbox.close(request_id)
             if (slot := self._slot_of.pop(request_id, None)) is not None:
-                if (lease := self.inbox.close(slot)) is not None:
-                    self._staged.forget(lease)
-                self._free_slots.append(slot)
+                if self.inbox.is_arriving(slot):
+                    self.inbox.cancel(slot)
+                else:
+                    self._free(slot)
+        for request_id, admission in commands.admit.items():
+            slot = self._slot(request_id)
+            self._num_host_blocks[request_id] = self.inbox.admit(request_id, slot, admission)
+        for request_id, (num_kept, host_ids) in commands.room.items():
+            if (slot := self._slot_of.get(request_id)) is not None:
+                self.inbox.fetched.resize(slot, num_kept, host_ids)
+        for request_id, prefix in commands.load.items():
+            slot = self._slot(request_id)
+            self.inbox.open_loading(Loading(request_id=request_id, slot=slot, prefix=prefix))
+            self._num_loaded[request_id] = prefix.num_blocks
+        for request_id in commands.admit | commands.load:
+            self.inbox.start(self._staged, self._slot_of[request_id])
         if commands.host_blocks:
             self._add_host_blocks(commands.host_blocks)
         for request_id, lease in commands.stage.items():
-            self.outbox.open(request_id, lease)
+            self.outbox.open(request_id, lease, self._num_loaded.get(request_id, 0))
         self._commands = commands
 
     def begin_step(self, batch: Batch) -> StepPlan:
@@ -173,9 +199,9 @@ class Runtime:
                 num_pages = self.sets.layout.num_pages(num_complete)
                 layout = HandoverLayout(num_complete=num_complete, num_pages=num_pages, has_active=True)
                 self.outbox.export(self._staged, request_id, slot, table, layout)
-        for request_id, admission in commands.admit.items():
-            self._admit(slots[row_of[request_id]], batch.block_table[row_of[request_id]], admission)
-            self._sparse.add(request_id)
+        for request_id in self._arrived & row_of.keys():
+            self.sets.stamp[:, slots[row_of[request_id]]] = stamp_of(self._step)
+        self._arrived -= row_of.keys()
         sparse = [request_id in self._sparse for request_id in batch.request_ids]
         is_drafted = self._planner.looks_ahead_with(batch)
         drafted = sum(usable and flag for usable, flag in zip(is_drafted, sparse, strict=True))
@@ -378,6 +404,11 @@ class Runtime:
             self.sets.clear(slot)
         return slot
 
+    def _free(self, slot: int) -> None:
+        if (lease := self.inbox.close(slot)) is not None:
+            self._staged.forget(lease)
+        self._free_slots.append(slot)
+
     def _add_host_blocks(self, added: Mapping[str, Sequence[int]]) -> None:
         table, places, entries = self.sets.host_table, list[int](), list[int]()
         for request_id, host_ids in added.items():
@@ -387,6 +418,7 @@ class Runtime:
             entries += host_ids
         place, entry = upload([places, entries], self._device)
         table.view(-1)[place] = entry
+        self.inbox.fetched.note_own(place, entry)
 
     def _store(self, slot: int, table: torch.Tensor, first: int, end: int) -> None:
         host_ids = self.sets.host_table[slot, first:end]
@@ -394,45 +426,10 @@ class Runtime:
             store(kv_cache, table[first:end], self._pool.units, layer, host_ids)
         self.counters.stored_blocks += end - first
 
-    def _seat(self, slot: int, table: torch.Tensor, num_complete: int) -> int:
-        """Note where a request that becomes sparse has its slots and pages, and return how many pages it has."""
-        sets = self.sets
-        positions = upload(sets.layout.page_positions(num_complete), self._device)
-        sets.slot_ids[slot] = table[: self.config.budget_blocks]
-        sets.page_ids[slot, : len(positions)] = table[positions]
-        sets.num_complete[slot] = num_complete
-        return len(positions)
-
-    def _admit(self, slot: int, table: torch.Tensor, admission: Admission) -> None:
-        layout = HandoverLayout.of(admission.num_tokens, self.shape.block_size, self.sets.layout)
-        self._seat(slot, table, layout.num_complete)
-        brings_all = self.config.handover_mode == "full"
-        self.inbox.admit(
-            self._staged, slot, admission.lease, table, layout, self.config.sink_blocks, brings_all=brings_all
-        )
-        self.sets.stamp[:, slot] = stamp_of(self._step)
-
     def _switch(self, slot: int, table: torch.Tensor, num_complete: int) -> None:
-        sets = self.sets
-        num_pages = self._seat(slot, table, num_complete)
-        row = upload([[0, num_complete, 0, -1, 0]], self._device)
-        for layer, kv_cache in enumerate(self._kv_caches):
-            if self.shape.is_fp8:
-                # What the host holds is rounded; from here on so is what is resident, and its summaries.
-                round_blocks(kv_cache, table[:num_complete])
-            switch_layer(
-                kv_cache,
-                table[:num_complete],
-                row,
-                sets.page_ids[slot, :num_pages],
-                sets.query[layer, slot],
-                sets.switch_pages,
-                sets.resident[layer, slot],
-                layout=sets.summaries,
-                config=self.config,
-                scale=self.shape.scale,
-            )
-            sets.stamp[layer, slot] = stamp_of(self._step)
+        switch_request(
+            self.config, self.shape, self.sets, self._kv_caches, slot, table, num_complete, stamp_of(self._step)
+        )
         self.counters.switches += 1
 
     def _has_work(self, plan: StepPlan) -> bool:
@@ -458,8 +455,8 @@ class Runtime:
         @torch.inference_mode()
         def run_transfer() -> None:
             started = time.perf_counter()
-            self.inbox.bring(self._staged, layer, plan, rows)
-            transfer(self._pool.units, layer, kv_cache, plan, rows, sets.host_table, sets.slot_ids)
+            left = self.inbox.bring(self._staged, layer, plan, rows)
+            transfer(self._pool.units, layer, kv_cache, left, rows, self.host_table(layer), sets.slot_ids)
             if self._settled.is_on_host:
                 self.counters.transfer_s += time.perf_counter() - started
 
@@ -488,4 +485,6 @@ class Runtime:
                 self._check_working_set(layer, slot)
 
     def _check_working_set(self, layer: int, slot: int) -> None:
-        check_working_set(self.sets, self._kv_caches[layer], self._pool.units, layer, slot, self.config.sink_blocks)
+        table, absent = self.host_table(layer), self.inbox.fetched.absent[layer, slot]
+        num_sinks, kv_cache = self.config.sink_blocks, self._kv_caches[layer]
+        check_working_set(self.sets, kv_cache, self._pool.units, layer, slot, num_sinks, table[slot], absent)

@@ -8,6 +8,7 @@ from oasiskv.core.config import LookaheadConfig
 from oasiskv.core.errors import UnsupportedError
 from oasiskv.core.host_memory import FP8_SCALE_BYTES, HostPoolConfig
 from oasiskv.core.layout import SparseLayout
+from oasiskv.engine.upload import upload
 from oasiskv.kernels.rows import Counter, Row, SummaryLayout
 
 
@@ -27,6 +28,10 @@ class CacheShape:
     """Softmax scale of attention."""
     is_fp8: bool = False
     """Whether the host holds units as fp8."""
+    tp_rank: int = 0
+    """Tensor-parallel rank of this process, counted from 0; KV heads are split evenly, in order."""
+    tp_size: int = 1
+    """Tensor-parallel ranks of the engine."""
 
     @property
     def host_dtype(self) -> torch.dtype:
@@ -63,7 +68,7 @@ class CacheShape:
 class WorkingSets:
     """All device tensors of the backend.
 
-    R is the number of request slots: one per running request and a spare one for padding rows.
+    R is the number of request slots: one per running or arriving request and a spare one for padding rows.
 
     Attributes:
         resident: `int32[num_layers, R, num_kv_heads, budget]`: block index in each slot.
@@ -88,7 +93,7 @@ class WorkingSets:
         Args:
             config: The backend's settings.
             shape: This process's KV cache.
-            max_requests: Requests that run at a time.
+            max_requests: Requests that run or arrive at a time.
             max_blocks: Blocks of the longest request, the draft token's included.
             device: Where attention runs.
 
@@ -123,6 +128,20 @@ class WorkingSets:
         self.counters = torch.zeros(layers, heads, len(Counter), dtype=torch.int64, device=device)
         page = (heads, shape.block_size, 2 * shape.head_dim)
         self.switch_pages = torch.zeros(max_pages, *page, dtype=shape.dtype, device=device)
+
+    def seat(self, slot: int, table: torch.Tensor, num_complete: int) -> int:
+        """Note where a request that becomes sparse has its slots and pages, and return how many pages it has.
+
+        Args:
+            slot: Its request slot.
+            table: `int32[n]`: its block table.
+            num_complete: Its complete blocks.
+        """
+        positions = upload(self.layout.page_positions(num_complete), table.device)
+        self.slot_ids[slot] = table[: self.slot_ids.shape[1]]
+        self.page_ids[slot, : len(positions)] = table[positions]
+        self.num_complete[slot] = num_complete
+        return len(positions)
 
     def clear(self, slot: int) -> None:
         """Forget the request in a slot, so that the next one there starts from the same state whatever came before."""

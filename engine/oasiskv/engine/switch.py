@@ -1,8 +1,13 @@
 """How a request becomes sparse in one layer: from everything resident to a full working set and summary pages."""
 
+from collections.abc import Sequence
+
 import torch
 
 from oasiskv.core.config import LookaheadConfig
+from oasiskv.engine.state import CacheShape, WorkingSets
+from oasiskv.engine.upload import upload
+from oasiskv.kernels.fp8 import round_blocks
 from oasiskv.kernels.predict import predict
 from oasiskv.kernels.rows import SummaryLayout
 from oasiskv.kernels.summarize import summarize
@@ -65,6 +70,49 @@ def switch_layer(
     source = block_ids[torch.where(resident < budget, slot, resident).long()].long()
     kv_cache[block_ids[slot].long()[None], head] = kv_cache[source, head]
     kv_cache[page_ids.long()] = staging[: len(page_ids)]
+
+
+def switch_request(
+    config: LookaheadConfig,
+    shape: CacheShape,
+    sets: WorkingSets,
+    kv_caches: Sequence[torch.Tensor],
+    slot: int,
+    table: torch.Tensor,
+    num_complete: int,
+    stamp: int,
+) -> None:
+    """Make a request sparse in every layer.
+
+    Args:
+        config: How to score.
+        shape: This process's KV cache.
+        sets: The working sets.
+        kv_caches: One tensor per layer.
+        slot: The request's slot.
+        table: `int32[n]`: its block table, whose first `num_complete` blocks are complete.
+        num_complete: Blocks to choose from.
+        stamp: Of the step.
+    """
+    num_pages = sets.seat(slot, table, num_complete)
+    row = upload([[0, num_complete, 0, -1, 0]], table.device)
+    for layer, kv_cache in enumerate(kv_caches):
+        if shape.is_fp8:
+            # What the host holds is rounded; from here on so is what is resident, and its summaries.
+            round_blocks(kv_cache, table[:num_complete])
+        switch_layer(
+            kv_cache,
+            table[:num_complete],
+            row,
+            sets.page_ids[slot, :num_pages],
+            sets.query[layer, slot],
+            sets.switch_pages,
+            sets.resident[layer, slot],
+            layout=sets.summaries,
+            config=config,
+            scale=shape.scale,
+        )
+        sets.stamp[layer, slot] = stamp
 
 
 def seat(blocks: torch.Tensor) -> torch.Tensor:

@@ -9,12 +9,12 @@ import os
 import random
 import subprocess
 import sys
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from safetensors.torch import save_file
@@ -245,13 +245,18 @@ class StagedFolder:
     """Staged blocks as files, one for each part: a staging service without a service.
 
     A lease that has a file `NAME.lost` can be neither written nor read, one with `NAME.lost-after-8` not after eight
-    calls.
+    calls. What a request of one with `NAME.slow` begins with is read bit by bit, as often as `tick` is called.
     """
+
+    _slow: ClassVar[deque[Callable[[], None]]] = deque()
 
     def __init__(self, arguments: Mapping[str, Any], shape: CacheShape) -> None:
         """Use a folder, `arguments["folder"]`."""
         self._folder = Path(arguments["folder"])
         self._num_calls: Counter[str] = Counter()
+        self._num_fetches: Counter[str] = Counter()
+        # The map, what is read whole, and the first set of each layer.
+        self._num_first = 2 + shape.num_layers
 
     def put(self, lease: str, block_indices: Sequence[int], first_layer: int, data: torch.Tensor) -> "Future[None]":
         """Write the files."""
@@ -259,7 +264,27 @@ class StagedFolder:
 
     def fetch(self, lease: str, block_indices: Sequence[int], first_layer: int, out: torch.Tensor) -> "Future[None]":
         """Read the files."""
-        return self._do(lease, block_indices, first_layer, out, lambda part, path: part.copy_(torch.load(path)))
+
+        def read() -> "Future[None]":
+            return self._do(lease, block_indices, first_layer, out, lambda part, path: part.copy_(torch.load(path)))
+
+        self._num_fetches[lease] += 1
+        if self._num_fetches[lease] > self._num_first or not (self._folder / f"{lease}.slow").exists():
+            return read()
+        done: Future[None] = Future()
+
+        def end() -> None:
+            failure = read().exception()
+            done.set_result(None) if failure is None else done.set_exception(failure)
+
+        self._slow.append(end)
+        return done
+
+    @classmethod
+    def tick(cls) -> None:
+        """End the oldest slow read of all folders of this process."""
+        if cls._slow:
+            cls._slow.popleft()()
 
     def receipt(self, lease: str) -> bytes:
         """Return nothing: a file is final when it is there."""

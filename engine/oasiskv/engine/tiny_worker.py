@@ -229,6 +229,8 @@ class TinyWorker:
         self._queries: dict[tuple[str, int], torch.Tensor] = {}
         self.num_complete: dict[str, int] = {}
         """Blocks of each sparse request that its working sets took in."""
+        self._coming: dict[str, Admission] = {}
+        """Requests with KV from staging that did not run yet."""
         self.was_drafter_left_out = False
         """Whether the step before the last one had no drafter's pass."""
         self._step = 0
@@ -264,6 +266,7 @@ class TinyWorker:
     def _run_rows(self, commands: StepCommands, rows: Sequence[TinyRow], has_drafter_pass: bool) -> list[torch.Tensor]:
         for request_id in commands.released:
             self._forget(request_id)
+        self._coming |= commands.admit
         if not rows:
             return []
         self._step += 1
@@ -284,8 +287,8 @@ class TinyWorker:
         by_id = {row.request_id: row for row in rows}
         for request_id, num_complete in commands.switch.items():
             self._switch(by_id[request_id], num_complete)
-        for request_id, admission in commands.admit.items():
-            self._admit(by_id[request_id], admission)
+        for request_id in self._coming.keys() & by_id.keys():
+            self._admit(by_id[request_id], self._coming.pop(request_id))
         outputs = []
         for layer in range(self.shape.num_layers):
             if layer >= self.shape.num_target_layers and not has_drafter_pass:
@@ -319,6 +322,7 @@ class TinyWorker:
 
     def _forget(self, request_id: str) -> None:
         self.num_complete.pop(request_id, None)
+        self._coming.pop(request_id, None)
         for layer in range(self.shape.num_layers):
             self._queries.pop((request_id, layer), None)
             for head in range(self.shape.num_kv_heads):
@@ -438,13 +442,14 @@ class TinyWorker:
 
     def _check_bytes(self, layer: int, row: TinyRow, num_complete: int) -> None:
         slot, true = self.slot_of(row.request_id), self._blocks(layer, row, num_complete)
-        host_ids, every_head = self.sets.host_table[slot, :num_complete].long(), torch.arange(self.shape.num_kv_heads)
+        host_table, every_head = self.runtime.host_table(layer), torch.arange(self.shape.num_kv_heads)
+        host_ids = host_table[slot, :num_complete].long()
         host = read(self.pool.units, layer, host_ids[:, None], every_head, self.kv_caches[layer])
         resident = self.sets.resident[layer, slot].long()
         assert int(resident.max()) < num_complete
         heads = every_head[:, None]
         held = self.kv_caches[layer][self.sets.slot_ids[slot].long()[None], heads]
-        is_here = ~self.runtime.inbox.absent[layer, slot, :num_complete]
+        is_here = ~self.runtime.inbox.fetched.absent[layer, slot, :num_complete]
         assert torch.equal(host[is_here], true[is_here]), (
             f"layer {layer}: host memory of {row.request_id!r} differs from what was computed"
         )

@@ -102,6 +102,17 @@ def test_adopted_blocks_are_extended_with_own_ones(manager: HostBlockManager) ->
     assert set(own).isdisjoint(manager.table("a"))
 
 
+def test_new_blocks_behind_a_prefix_are_all_there_or_nothing_is_taken(manager: HostBlockManager) -> None:
+    held = fill(manager, "a", [b"0", b"1"])
+    manager.release("a")
+    assert manager.continue_prefix("b", [b"0", b"1", b"absent"], 5) == (held, list(manager.table("b"))[2:])
+    assert len(manager.table("b")) == 5
+    manager.release("b")
+    with pytest.raises(PoolExhaustedError):
+        manager.continue_prefix("b", [b"0"], 8)
+    assert (manager.num_free, list(manager.table("b")), manager.find(b"0")) == (7, [], held[0])
+
+
 def test_adopt_refuses_a_request_that_owns_blocks(manager: HostBlockManager) -> None:
     block_ids = fill(manager, "a", [b"0"])
     with pytest.raises(InvalidRequestError, match=r"^request_id: expected a request without host blocks, got 'a' with"):

@@ -59,6 +59,26 @@ def test_a_lease_that_does_not_fit_takes_nothing(table: LeaseTable, peer_id: str
     assert len(table.allocate(other_id, 3, 5.0)[1]) == 3
 
 
+def test_a_write_lease_begins_with_blocks_that_are_held_and_only_the_others_are_new(
+    table: LeaseTable, peer_id: str
+) -> None:
+    first = stage(table, peer_id, [b"0", b"1", b"2"])
+    held = list(table.readable(peer_id, first))
+    table.release(peer_id, [first])
+    before = table.generations.copy()
+    lease_id, block_ids = table.allocate(peer_id, 4, 5.0, [b"0", b"1", b"absent", b"2"])
+    assert block_ids[:2] == held[:2]
+    assert [table.is_sealed(block_id) for block_id in block_ids] == [True, True, False, False]
+    changed = (table.generations != before).nonzero()[0].tolist()
+    assert sorted(changed) == sorted(block_ids[2:])
+    table.seal(peer_id, lease_id, {2: b"x", 3: b"y"})
+    handle = table.offer(peer_id, lease_id, 5.0)
+    assert table.accept(peer_id, handle, 4, 5.0)[1] == block_ids
+    with pytest.raises(PoolExhaustedError):
+        table.allocate(table.add_peer(may_map_to_write=False), 7, 5.0, [b"0", b"1"])
+    assert table.num_free == 4
+
+
 def test_a_quota_bounds_the_blocks_and_the_leases_of_a_peer(table: LeaseTable, peer_id: str) -> None:
     with pytest.raises(PoolExhaustedError, match="quota"):
         table.allocate(peer_id, 8, 5.0)

@@ -1,6 +1,7 @@
 """When a request becomes sparse and what it gives back; `Engine` is vLLM's scheduler reduced to the calls it makes."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 
@@ -20,9 +21,9 @@ EARLY = SwitchRule(is_early=True)
 class Engine:
     """One step at a time: what was processed, what runs, what the ledger orders and gives back."""
 
-    def __init__(self, num_host_blocks: int = 128, rule: SwitchRule = EARLY) -> None:
+    def __init__(self, num_host_blocks: int = 128, rule: SwitchRule = EARLY, *, brings_all: bool = False) -> None:
         self.host = HostBlockManager(num_host_blocks)
-        self.ledger = RequestLedger(LAYOUT, BLOCK, self.host, rule)
+        self.ledger = RequestLedger(LAYOUT, BLOCK, self.host, rule, brings_all=brings_all)
         self.tables: dict[str, list[bool]] = {}
         """By request: whether each block table entry is still held."""
         self.num_free = 1000
@@ -265,9 +266,9 @@ def test_orders_are_the_same_whatever_the_order_of_a_set() -> None:
     assert commands.released == ("y", "z")
 
 
-def staged(num_tokens: int, max_tokens: int = 10_000) -> Engine:
+def staged(num_tokens: int, max_tokens: int = 10_000, **changes: Any) -> Engine:
     """Return an engine that was told of request `a`, whose first `num_tokens` tokens are in staging."""
-    engine = Engine()
+    engine = Engine(**changes)
     admission = Admission(lease="lease", num_tokens=num_tokens)
     engine.ledger.expect("a", max_tokens, admission=admission)
     return engine
@@ -289,8 +290,10 @@ def test_a_staged_request_holds_in_every_step_what_one_that_switched_here_holds(
     here, there = switched(num_tokens), staged(num_tokens)
     commands = begin(there, num_tokens)
     assert commands.admit == {"a": Admission(lease="lease", num_tokens=num_tokens)}
-    assert commands.host_blocks["a"] == list(there.host.table("a"))
-    assert len(commands.host_blocks["a"]) == -(-(num_tokens + 2) // BLOCK)
+    num_own = -(-(num_tokens + 2) // BLOCK) - num_tokens // BLOCK
+    assert commands.host_blocks.get("a", []) == list(there.host.table("a"))
+    assert len(there.host.table("a")) == num_own
+    assert set(commands.room) == {"a"}
     assert (commands.store, commands.switch, commands.stage) == ({}, {}, {})
     assert not there.ledger.begins_staged("a")
     assert there.ledger.is_sparse("a")
@@ -300,6 +303,80 @@ def test_a_staged_request_holds_in_every_step_what_one_that_switched_here_holds(
         assert (later.admit, later.store, later.switch) == ({}, {}, {})
         # What switched here gives its other blocks back one step after the switch.
         assert there.held("a") == here.held("a")
+
+
+def room_of(commands: StepCommands, request_id: str, held: list[int]) -> list[int]:
+    """Return a request's room as its workers know it after some orders."""
+    num_kept, added = commands.room.get(request_id, (None, []))
+    return held[:num_kept] + added
+
+
+def test_a_staged_request_takes_host_blocks_for_what_it_fetches_and_gives_all_back() -> None:
+    engine = staged(400)
+    held = room_of(begin(engine, 400), "a", [])
+    assert len(set(held)) == 16 > 2 * LAYOUT.budget_blocks
+    for wanted, expected in ((3, 19), (30, 46), (20, 46), (95, 100), (100, 100)):
+        engine.ledger.rooms.note_wanted("a", wanted)
+        held = room_of(engine.step({"a": 401}), "a", held)
+        assert len(set(held)) == len(held) == expected
+        assert engine.ledger.rooms.num_held("a") == expected
+        assert engine.ledger.rooms.num_unfetched == 100 - expected
+    assert not set(held) & set(engine.host.table("a"))
+    engine.ledger.release("a")
+    assert engine.host.num_free == engine.host.num_blocks
+    assert engine.ledger.rooms.num_unfetched == 0
+    engine.ledger.rooms.note_wanted("a", 3)
+
+
+def test_a_staged_request_that_brings_all_its_kv_has_room_for_all_of_it() -> None:
+    engine = staged(400, brings_all=True)
+    assert len(room_of(begin(engine, 400), "a", [])) == 100
+
+
+def test_host_blocks_for_fetched_copies_are_taken_back_for_blocks_that_only_lie_there() -> None:
+    engine = staged(160, num_host_blocks=45)
+    held = room_of(begin(engine, 160), "a", [])
+    engine.ledger.rooms.note_wanted("a", 40)
+    held = room_of(engine.step({"a": 161}), "a", held)
+    assert len(held) == 40
+    num_own = len(engine.host.table("a"))
+    for num_tokens in range(162, 260):
+        held = room_of(engine.step({"a": num_tokens}), "a", held)
+        num_own = len(engine.host.table("a"))
+        assert num_own == -(-(num_tokens + 2) // BLOCK) - 40
+        assert len(held) == engine.ledger.rooms.num_held("a") == min(40, 45 - num_own)
+        assert not set(held) & set(engine.host.table("a"))
+    assert len(held) < 22
+
+
+def test_a_request_that_begins_leaves_others_the_room_that_they_began_with() -> None:
+    engine = staged(160, num_host_blocks=45)
+    held = room_of(begin(engine, 160), "a", [])
+    engine.ledger.rooms.note_wanted("a", 40)
+    held = room_of(engine.step({"a": 161}), "a", held)
+    engine.admit("b", 160)
+    first = 2 * LAYOUT.budget_blocks
+    assert engine.ledger.can_grow("b", BLOCK * (45 - 1 - first))
+    assert not engine.ledger.can_grow("b", BLOCK * (45 - first))
+    engine.ledger.grow("b", BLOCK * (45 - 1 - first))
+    held = room_of(engine.ledger.take_commands({"b": 0}, set(), 1000), "a", held)
+    assert len(held) == first
+    assert not set(held) & set(engine.host.table("b"))
+
+
+def test_requests_that_arrive_are_counted_until_they_run() -> None:
+    engine = staged(60)
+    engine.ledger.admit("a", 61, 60)
+    assert engine.ledger.num_arriving == 0
+    engine.ledger.grow("a", 60)
+    engine.ledger.seat("a", [7, 8, 9])
+    assert engine.ledger.num_arriving == 1
+    commands = engine.ledger.take_commands({}, set(), 1000)
+    assert commands.admit == {"a": Admission(lease="lease", num_tokens=60, block_ids=(7, 8, 9))}
+    assert (engine.ledger.num_arriving, engine.ledger.take_commands({}, set(), 1000).admit) == (1, {})
+    engine.tables["a"] = [True] * 15
+    assert engine.step({"a": 60}).admit == {}
+    assert engine.ledger.num_arriving == 0
 
 
 def test_a_staged_request_is_not_found_by_its_content() -> None:

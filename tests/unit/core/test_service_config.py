@@ -52,6 +52,15 @@ def test_both_services_get_the_common_engine_and_what_is_their_own() -> None:
     assert config.decode.tls is None
 
 
+def test_services_may_have_ranks_of_their_own() -> None:
+    config = read_services(
+        TEXT.replace("[decode.engine.lookahead]", "[decode.engine]\ntp_size = 2\n[decode.engine.lookahead]")
+    )
+    assert config.prefill is not None
+    assert config.decode is not None
+    assert (config.prefill.engine.tp_size, config.decode.engine.tp_size) == (None, 2)
+
+
 def test_a_file_for_one_service_leaves_the_other_out() -> None:
     assert read_services(TEXT[: TEXT.index("[prefill]")]).prefill is None
     alone = read_services(TEXT[: TEXT.index("[decode]")])
@@ -101,6 +110,8 @@ def test_tls_holds_for_both_services() -> None:
         ("max_num_seqs = 2", "block-size = 16", r"engine\.arguments\.block-size: .*fingerprint\.block_size"),
         ("max_num_seqs = 2", "max-num-seqs = 16", r"engine\.arguments\.max-num-seqs"),
         ("[prefill.engine.arguments]", "[prefill.engine]\narguments = 1", r"prefill\.engine\.arguments"),
+        ("max_num_seqs = 2", "tensor_parallel_size = 2", r"engine\.arguments\.tensor_parallel_size: .*engine\.tp_size"),
+        ("[engine.lookahead]", "tp_size = 0\n[engine.lookahead]", r"engine\.tp_size: .*got 0"),
         ("[prefill.engine.arguments]", "[x]", "x: "),
         ("budget_blocks = 8", "budget_block = 8", r"engine\.lookahead\.budget_block"),
         ("budget_blocks = 8", "budget_blocks = 0", r"engine\.lookahead\.budget_blocks"),

@@ -1,94 +1,40 @@
 """A request that one worker prefills and another decodes runs as it would in one worker: invariant 8."""
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
 import pytest
 import torch
 
-from oasiskv.core.commands import Admission, StepCommands
-from oasiskv.core.config import LookaheadConfig
+from oasiskv.core.commands import StepCommands
 from oasiskv.core.errors import (
     CorruptBlockError,
     InvalidRequestError,
-    LeaseExpiredError,
     PeerUnavailableError,
     PoolExhaustedError,
     UnsupportedError,
 )
 from oasiskv.core.handover import HandoverLayout
-from oasiskv.engine import handover
-from oasiskv.engine.pipeline import InlinePipeline, Pipeline, ThreadPipeline
-from oasiskv.engine.state import CacheShape
-from oasiskv.engine.tiny_worker import Texts, TinyRow, TinyWorker
-
-BLOCK = 16
-BUDGET = 3
-SHAPE = CacheShape(
-    num_layers=3,
-    num_target_layers=2,
-    num_query_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    block_size=BLOCK,
-    dtype=torch.float32,
-    scale=0.4,
+from oasiskv.engine import handover, tiny_handover
+from oasiskv.engine.pipeline import Pipeline, ThreadPipeline
+from oasiskv.engine.tiny_handover import (
+    BLOCK,
+    BUDGET,
+    SHAPE,
+    Shelf,
+    assert_equal,
+    begin,
+    hand_over,
+    host_ids,
+    make_worker,
+    orders,
+    prefill,
+    row,
 )
-TEXTS = Texts(2, 400, SHAPE, seed=7)
+from oasiskv.engine.tiny_worker import TinyWorker
+
 Make = Callable[..., TinyWorker]
-
-
-class Shelf:
-    """Staged blocks in a dictionary; counts what is read, and breaks where it is told to."""
-
-    def __init__(self) -> None:
-        self.parts: dict[tuple[str, int, int], torch.Tensor] = {}
-        self.reads: Counter[tuple[str, int, int]] = Counter()
-        self.calls: list[tuple[str, int]] = []
-        """Lease and first layer of each read."""
-        self.lost: set[str] = set()
-        self.held: list[Future[None]] | None = None
-        """Writes that are not over, while the test keeps them open."""
-        self.is_closed = False
-        self.forgotten: list[str] = []
-
-    def put(self, lease: str, block_indices: Sequence[int], first_layer: int, data: torch.Tensor) -> "Future[None]":
-        assert data.is_contiguous()
-        done: Future[None] = Future()
-        for place, index in enumerate(block_indices):
-            for layer in range(data.shape[1]):
-                self.parts[lease, index, first_layer + layer] = data[place, layer].clone()
-        if self.held is not None:
-            self.held.append(done)
-        elif lease in self.lost:
-            done.set_exception(PeerUnavailableError("staging: away"))
-        else:
-            done.set_result(None)
-        return done
-
-    def fetch(self, lease: str, block_indices: Sequence[int], first_layer: int, out: torch.Tensor) -> "Future[None]":
-        done: Future[None] = Future()
-        self.calls.append((lease, first_layer))
-        if lease in self.lost:
-            done.set_exception(LeaseExpiredError("lease: ended"))
-            return done
-        for place, index in enumerate(block_indices):
-            for layer in range(out.shape[1]):
-                self.reads[lease, index, first_layer + layer] += 1
-                out[place, layer] = self.parts[lease, index, first_layer + layer]
-        done.set_result(None)
-        return done
-
-    def receipt(self, lease: str) -> bytes:
-        return lease.encode()
-
-    def forget(self, lease: str) -> None:
-        self.forgotten.append(lease)
-
-    def close(self) -> None:
-        self.is_closed = True
 
 
 @pytest.fixture
@@ -96,70 +42,12 @@ def make() -> Iterator[Make]:
     workers = []
 
     def build(pipeline: Pipeline | None = None, **changes: Any) -> TinyWorker:
-        settings = {"budget_blocks": BUDGET, "min_cap": 2, "fetch_ratio": 0, "debug_verify": True, **changes}
-        worker = TinyWorker(
-            LookaheadConfig.from_mapping(settings),
-            SHAPE,
-            TEXTS,
-            num_engine_blocks=64,
-            num_host_blocks=64,
-            max_requests=2,
-            max_blocks=26,
-            pipeline=pipeline or InlinePipeline(),
-        )
-        workers.append(worker)
-        return worker
+        workers.append(make_worker(pipeline, **changes))
+        return workers[-1]
 
     yield build
     for worker in workers:
         worker.runtime.close()
-
-
-def row(request_id: str, num_computed: int, num_new: int) -> TinyRow:
-    """Return a row of request `a` or `b`, whose engine blocks are those from 1 on, or from 31 on."""
-    first = 1 if request_id == "a" else 31
-    ids = list(range(first, first + -(-(num_computed + num_new) // BLOCK)))
-    return TinyRow(
-        request_id=request_id, text=int(first > 1), num_computed=num_computed, num_new=num_new, block_ids=ids
-    )
-
-
-def host_ids(request_id: str) -> list[int]:
-    first = 0 if request_id == "a" else 30
-    return list(range(first, first + 25))
-
-
-def prefill(worker: TinyWorker, num_tokens: int, request_id: str = "a", lease: str | None = None) -> list[torch.Tensor]:
-    """Run a prompt in chunks and its first decode step, which switches it; stage it under a lease if there is one."""
-    stage = {} if lease is None else {request_id: lease}
-    first = StepCommands(host_blocks={request_id: host_ids(request_id)}, stage=stage)
-    middle = num_tokens // 2 // BLOCK * BLOCK
-    worker.run(first, [row(request_id, 0, middle)])
-    num_middle, num_complete = middle // BLOCK, num_tokens // BLOCK
-    worker.run(StepCommands(store={request_id: (0, num_middle)}), [row(request_id, middle, num_tokens - middle)])
-    last = StepCommands(store={request_id: (num_middle, num_complete)}, switch={request_id: num_complete})
-    return worker.run(last, [row(request_id, num_tokens, 1)])
-
-
-def admission(worker: TinyWorker, num_tokens: int, request_id: str = "a", lease: str = "lease") -> StepCommands:
-    """Return the orders that begin a staged request; blocks it must not read get a value that no token has."""
-    worker.pool.units[host_ids(request_id)] = -99.0
-    return StepCommands(
-        host_blocks={request_id: host_ids(request_id)},
-        admit={request_id: Admission(lease=lease, num_tokens=num_tokens)},
-    )
-
-
-def hand_over(sender: TinyWorker, shelf: Shelf, num_tokens: int, request_id: str = "a", lease: str = "lease") -> None:
-    sender.runtime.attach(shelf)
-    prefill(sender, num_tokens, request_id, lease)
-    assert sender.runtime.outbox.take(lease)
-    sender.run(StepCommands(released=(request_id,)), [])
-
-
-def assert_equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
-    for layer, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
-        assert torch.equal(mine, other), f"layer {layer}"
 
 
 @pytest.mark.parametrize(
@@ -182,7 +70,8 @@ def test_a_request_decodes_after_a_handover_as_it_would_in_one_worker(
     hand_over(sender, shelf, num_tokens)
     expected = prefill(single, num_tokens)
     receiver.runtime.attach(shelf)
-    assert_equal(receiver.run(admission(receiver, num_tokens), [row("a", num_tokens, 1)]), expected)
+    begin(receiver, num_tokens)
+    assert_equal(receiver.run(StepCommands(), [row("a", num_tokens, 1)]), expected)
     for step in range(1, 2 * BLOCK + 3):
         rows = [row("a", num_tokens + step, 1)]
         assert_equal(receiver.run(StepCommands(), rows), single.run(StepCommands(), rows))
@@ -198,14 +87,17 @@ def test_two_requests_are_handed_over_one_while_the_other_decodes(make: Make) ->
     hand_over(sender, shelf, 9 * BLOCK + 3, "a", "lease a")
     hand_over(sender, shelf, 12 * BLOCK, "b", "lease b")
     receiver.runtime.attach(shelf)
-    receiver.run(admission(receiver, 9 * BLOCK + 3, "a", "lease a"), [row("a", 9 * BLOCK + 3, 1)])
+    begin(receiver, 9 * BLOCK + 3, "a", "lease a")
+    receiver.run(StepCommands(), [row("a", 9 * BLOCK + 3, 1)])
     prefill(single, 9 * BLOCK + 3, "a")
-    commands = admission(receiver, 12 * BLOCK, "b", "lease b")
-    receiver.run(commands, [row("a", 9 * BLOCK + 4, 1), row("b", 12 * BLOCK, 1)])
+    receiver.run(orders(receiver, 12 * BLOCK, "b", "lease b"), [row("a", 9 * BLOCK + 4, 1)])
+    assert receiver.runtime.take_arrived() == ({"b"}, {})
+    receiver.run(StepCommands(), [row("a", 9 * BLOCK + 5, 1), row("b", 12 * BLOCK, 1)])
     single.run(StepCommands(), [row("a", 9 * BLOCK + 4, 1)])
+    single.run(StepCommands(), [row("a", 9 * BLOCK + 5, 1)])
     prefill(single, 12 * BLOCK, "b")
     for step in range(1, BLOCK):
-        rows = [row("a", 9 * BLOCK + 4 + step, 1), row("b", 12 * BLOCK + step, 1)]
+        rows = [row("a", 9 * BLOCK + 5 + step, 1), row("b", 12 * BLOCK + step, 1)]
         assert_equal(receiver.run(StepCommands(), rows), single.run(StepCommands(), rows))
 
 
@@ -214,9 +106,10 @@ def test_a_request_that_was_handed_over_decodes_beside_one_that_prefilled_here(m
     hand_over(sender, shelf, 9 * BLOCK)
     receiver.runtime.attach(shelf)
     prefill(receiver, 8 * BLOCK, "b")
-    receiver.run(admission(receiver, 9 * BLOCK), [row("b", 8 * BLOCK + 1, 1), row("a", 9 * BLOCK, 1)])
-    for step in range(1, BLOCK):
-        receiver.run(StepCommands(), [row("b", 8 * BLOCK + 1 + step, 1), row("a", 9 * BLOCK + step, 1)])
+    receiver.run(orders(receiver, 9 * BLOCK), [row("b", 8 * BLOCK + 1, 1)])
+    assert receiver.runtime.take_arrived() == ({"a"}, {})
+    for step in range(BLOCK):
+        receiver.run(StepCommands(), [row("b", 8 * BLOCK + 2 + step, 1), row("a", 9 * BLOCK + step, 1)])
     receiver.runtime.check_invariants()
 
 
@@ -226,7 +119,8 @@ def test_what_is_never_selected_never_crosses_and_nothing_crosses_twice(make: Ma
     hand_over(sender, shelf, num_tokens)
     layout = HandoverLayout.of(num_tokens, BLOCK, receiver.sets.layout)
     receiver.runtime.attach(shelf)
-    receiver.run(admission(receiver, num_tokens), [row("a", num_tokens, 1)])
+    begin(receiver, num_tokens)
+    receiver.run(StepCommands(), [row("a", num_tokens, 1)])
     receiver.runtime.fence()
     inbox, seen = receiver.runtime.inbox, [set[int]() for _ in range(SHAPE.num_layers)]
     first_set = inbox.admitted_bytes
@@ -238,7 +132,7 @@ def test_what_is_never_selected_never_crosses_and_nothing_crosses_twice(make: Ma
     assert set(shelf.reads.values()) == {1}
     for layer in range(SHAPE.num_layers):
         read = {index for _, index, of_layer in shelf.reads if of_layer == layer}
-        here = (~inbox.absent[layer, receiver.slot_of("a"), : layout.num_complete]).nonzero().flatten().tolist()
+        here = (~inbox.fetched.absent[layer, receiver.slot_of("a"), : layout.num_complete]).nonzero().flatten().tolist()
         assert read == {*here, layout.active, *layout.pages, layout.map}
         assert seen[layer] <= set(here)
         assert len(here) < layout.num_complete
@@ -257,8 +151,9 @@ def test_every_mode_gives_what_one_worker_gives(make: Make, mode: str) -> None:
     hand_over(sender, shelf, num_tokens)
     expected = prefill(single, num_tokens)
     receiver.runtime.attach(shelf)
-    assert_equal(receiver.run(admission(receiver, num_tokens), [row("a", num_tokens, 1)]), expected)
-    for step in range(1, 2 * BLOCK + 3):
+    begin(receiver, num_tokens)
+    assert_equal(receiver.run(StepCommands(), [row("a", num_tokens, 1)]), expected)
+    for step in range(1, BLOCK + 3):
         rows = [row("a", num_tokens + step, 1)]
         assert_equal(receiver.run(StepCommands(), rows), single.run(StepCommands(), rows))
     counts = receiver.runtime.counts()
@@ -272,10 +167,10 @@ def test_misses_of_all_requests_are_read_together_layer_by_layer(make: Make) -> 
     hand_over(sender, shelf, 19 * BLOCK, "a", "lease a")
     hand_over(sender, shelf, 18 * BLOCK, "b", "lease b")
     receiver.runtime.attach(shelf)
-    receiver.run(admission(receiver, 19 * BLOCK, "a", "lease a"), [row("a", 19 * BLOCK, 1)])
-    receiver.run(
-        admission(receiver, 18 * BLOCK, "b", "lease b"), [row("a", 19 * BLOCK + 1, 1), row("b", 18 * BLOCK, 1)]
-    )
+    begin(receiver, 19 * BLOCK, "a", "lease a")
+    receiver.run(StepCommands(), [row("a", 19 * BLOCK, 1)])
+    begin(receiver, 18 * BLOCK, "b", "lease b")
+    receiver.run(StepCommands(), [row("a", 19 * BLOCK + 1, 1), row("b", 18 * BLOCK, 1)])
     calls = shelf.calls
     for step in range(1, 8):
         calls.clear()
@@ -290,27 +185,17 @@ def test_a_request_whose_first_set_does_not_come_fails_alone(make: Make) -> None
     prefill(receiver, 8 * BLOCK, "b")
     receiver.runtime.attach(shelf)
     shelf.lost.add("lease")
-    commands = admission(receiver, 9 * BLOCK)
-    receiver._admit = lambda *_: None  # type: ignore[method-assign]
-    receiver._check_outputs = lambda *_: None  # type: ignore[method-assign]
-    receiver.run(commands, [row("a", 9 * BLOCK, 1), row("b", 8 * BLOCK + 1, 1)])
-    ((slot, error),) = receiver.runtime.inbox.take_failed().items()
-    assert slot == receiver.slot_of("a")
-    assert isinstance(error, LeaseExpiredError)
-    assert receiver.runtime.inbox.take_failed() == {}
-    del receiver._check_outputs
-    receiver.counts += receiver.sets.counters - expected_counts(receiver)
+    receiver.run(orders(receiver, 9 * BLOCK), [row("b", 8 * BLOCK + 1, 1)])
+    slot = receiver.slot_of("a")
+    over, failed = receiver.runtime.take_arrived()
+    assert over == failed.keys() == {"a"}
+    assert receiver.runtime.take_arrived() == (set(), {})
     receiver.run(StepCommands(released=("a",)), [row("b", 8 * BLOCK + 2, 1)])
-    assert not receiver.runtime.inbox.is_failed(slot)
-    receiver.run(StepCommands(), [row("b", 8 * BLOCK + 3, 1)])
-
-
-def expected_counts(worker: TinyWorker) -> torch.Tensor:
-    """Return what the model of the working sets counted of the requests that it knows."""
-    counts = worker.counts.clone()
-    for (_, layer, head), model in worker.working_sets.items():
-        counts[layer, head] += torch.tensor(model.counts)
-    return counts
+    assert shelf.forgotten == ["lease"]
+    shelf.lost.clear()
+    begin(receiver, 9 * BLOCK)
+    assert receiver.slot_of("a") == slot
+    receiver.run(StepCommands(), [row("b", 8 * BLOCK + 3, 1), row("a", 9 * BLOCK, 1)])
 
 
 def test_a_miss_that_does_not_come_fails_its_request_alone(make: Make) -> None:
@@ -318,19 +203,19 @@ def test_a_miss_that_does_not_come_fails_its_request_alone(make: Make) -> None:
     hand_over(sender, shelf, 19 * BLOCK, "a", "lease a")
     hand_over(sender, shelf, 18 * BLOCK, "b", "lease b")
     receiver.runtime.attach(shelf)
-    receiver.run(admission(receiver, 19 * BLOCK, "a", "lease a"), [row("a", 19 * BLOCK, 1)])
-    receiver.run(
-        admission(receiver, 18 * BLOCK, "b", "lease b"), [row("a", 19 * BLOCK + 1, 1), row("b", 18 * BLOCK, 1)]
-    )
+    begin(receiver, 19 * BLOCK, "a", "lease a")
+    receiver.run(StepCommands(), [row("a", 19 * BLOCK, 1)])
+    begin(receiver, 18 * BLOCK, "b", "lease b")
+    receiver.run(StepCommands(), [row("a", 19 * BLOCK + 1, 1), row("b", 18 * BLOCK, 1)])
     shelf.lost.add("lease a")
     receiver._check_bytes = lambda *_: None  # type: ignore[method-assign]
     receiver._check_outputs = lambda *_: None  # type: ignore[method-assign]
-    failed: dict[int, Any] = {}
+    first_block = int(receiver.sets.slot_ids[receiver.slot_of("a"), 0])
+    failed = []
     for step in range(1, 12):
         receiver.run(StepCommands(), [row("a", 19 * BLOCK + 1 + step, 1), row("b", 18 * BLOCK + step, 1)])
-        failed |= receiver.runtime.inbox.take_failed()
-    assert list(failed) == [receiver.slot_of("a")]
-    assert isinstance(failed[receiver.slot_of("a")], LeaseExpiredError)
+        failed += sorted(receiver.runtime.inbox.take_failed_blocks())
+    assert failed == [first_block]
     del receiver._check_bytes, receiver._check_outputs
     receiver.run(StepCommands(released=("a",)), [row("b", 18 * BLOCK + 12, 1)])
     receiver.run(StepCommands(), [row("b", 18 * BLOCK + 13, 1)])
@@ -340,10 +225,11 @@ def test_what_is_absent_is_forgotten_with_its_request(make: Make) -> None:
     sender, receiver, shelf = make(), make(), Shelf()
     hand_over(sender, shelf, 9 * BLOCK)
     receiver.runtime.attach(shelf)
-    receiver.run(admission(receiver, 9 * BLOCK), [row("a", 9 * BLOCK, 1)])
-    assert receiver.runtime.inbox.absent.any()
+    begin(receiver, 9 * BLOCK)
+    receiver.run(StepCommands(), [row("a", 9 * BLOCK, 1)])
+    assert receiver.runtime.inbox.fetched.absent.any()
     receiver.run(StepCommands(released=("a",)), [])
-    assert not receiver.runtime.inbox.absent.any()
+    assert not receiver.runtime.inbox.fetched.absent.any()
     assert shelf.forgotten == ["lease"]
     prefill(receiver, 12 * BLOCK)
 
@@ -358,13 +244,10 @@ def test_a_map_that_cannot_be_one_is_refused(make: Make, breakage: str) -> None:
     chosen[:BUDGET] = torch.tensor(
         {"repeated": [0, 4, 4], "beyond": [0, 4, 9], "negative": [0, -1, 4], "no sink": [1, 2, 3]}[breakage]
     )
-    commands = admission(receiver, 9 * BLOCK)
-    receiver._admit = lambda *_: None  # type: ignore[method-assign]
-    receiver._check_outputs = lambda *_: None  # type: ignore[method-assign]
-    receiver.run(commands, [row("a", 9 * BLOCK, 1)])
-    (error,) = receiver.runtime.inbox.take_failed().values()
-    assert isinstance(error, CorruptBlockError)
-    assert str(error).startswith("map: ")
+    receiver.run(orders(receiver, 9 * BLOCK), [])
+    (ended,) = receiver.runtime.inbox.take_arrived()
+    assert isinstance(ended.error, CorruptBlockError)
+    assert str(ended.error).startswith("map: ")
 
 
 def test_a_handover_is_taken_once_all_its_writes_are_over(make: Make) -> None:
@@ -401,11 +284,9 @@ def test_an_engine_without_a_way_to_staging_fails_the_request_alone(make: Make) 
     prefill(sender, 9 * BLOCK, lease="lease")
     with pytest.raises(PeerUnavailableError, match=r"^staging: "):
         sender.runtime.outbox.take("lease")
-    receiver._admit = lambda *_: None  # type: ignore[method-assign]
-    receiver._check_outputs = lambda *_: None  # type: ignore[method-assign]
-    receiver.run(admission(receiver, 9 * BLOCK), [row("a", 9 * BLOCK, 1)])
-    assert receiver.runtime.take_failed_blocks() == {1}
-    assert receiver.runtime.take_failed_blocks() == set()
+    receiver.run(orders(receiver, 9 * BLOCK), [])
+    over, failed = receiver.runtime.take_arrived()
+    assert over == failed.keys() == {"a"}
 
 
 def test_a_write_that_failed_is_raised_where_the_handover_is_taken(make: Make) -> None:
@@ -445,7 +326,7 @@ def test_the_engine_waits_rather_than_holds_ever_more_bytes(make: Make, monkeypa
                 self.set_result(None)
             return super().exception(timeout)
 
-    monkeypatch.setattr(f"{__name__}.Future", Patient)
+    monkeypatch.setattr(tiny_handover, "Future", Patient)
     prefill(sender, 9 * BLOCK, lease="lease")
     assert len(waited) >= 6
     assert sender.runtime.outbox._underway_bytes <= 3 * SHAPE.host_block_bytes
@@ -471,7 +352,8 @@ def test_what_was_handed_over_is_counted(make: Make) -> None:
     hand_over(sender, shelf, 19 * BLOCK)
     assert sender.runtime.counts()["staged_bytes"] == 23 * SHAPE.host_block_bytes
     receiver.runtime.attach(shelf)
-    receiver.run(admission(receiver, 19 * BLOCK), [row("a", 19 * BLOCK, 1)])
+    begin(receiver, 19 * BLOCK)
+    receiver.run(StepCommands(), [row("a", 19 * BLOCK, 1)])
     for step in range(1, 8):
         receiver.run(StepCommands(), [row("a", 19 * BLOCK + step, 1)])
     counts, inbox = receiver.runtime.counts(), receiver.runtime.inbox

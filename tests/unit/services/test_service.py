@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from oasiskv.core.errors import ConfigError, LeaseExpiredError, UnsupportedError
+from oasiskv.core.errors import ConfigError, InvalidRequestError, LeaseExpiredError, UnsupportedError
 from oasiskv.core.fingerprint import Fingerprint
 from oasiskv.core.lease_limits import LeaseConfig
 from oasiskv.protos.staging.v1 import staging_pb2 as pb
@@ -142,6 +142,26 @@ def test_two_writers_that_seal_the_same_content_at_once_share_one_block(service:
         assert first == second == [service.leases.find(b"k")]
         assert service.leases.num_free == LIMITS.num_blocks - 1
         assert service.describe(peers[1], leases[1], []).checksums.tolist() == [empty_checksums()]
+
+    asyncio.run(scenario())
+
+
+def test_blocks_that_are_held_already_are_part_of_a_new_lease_as_they_are(service: StagingService) -> None:
+    async def scenario() -> None:
+        peer_id = register(service, Access.STREAM)
+        lease_id, (held_id,) = await service.allocate(peer_id, 1, 5.0)
+        data = bytes(range(256))
+        service.put(peer_id, lease_id, Part(block_index=0, part=2, data=data, checksum=checksum(data)))
+        sums = empty_checksums()
+        sums[2] = checksum(data)
+        await service.seal(peer_id, lease_id, [SealRequest(block_index=0, block_key=b"k", checksums=sums)])
+        again_id, block_ids = await service.allocate(peer_id, 2, 5.0, [b"k", b"absent"])
+        assert block_ids[0] == held_id
+        assert service.memory.parts[held_id, 2].tobytes() == data
+        with pytest.raises(InvalidRequestError):
+            service.put(peer_id, again_id, Part(block_index=0, part=0, data=data, checksum=checksum(data)))
+        with pytest.raises(InvalidRequestError, match="block_key"):
+            await service.allocate(peer_id, 2, 5.0, [b""])
 
     asyncio.run(scenario())
 

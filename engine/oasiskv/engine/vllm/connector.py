@@ -14,11 +14,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from oasiskv.core.commands import Admission, StepCommands
+from oasiskv.core.commands import Admission, Prefix, StepCommands
 from oasiskv.core.config import LookaheadConfig
 from oasiskv.core.errors import ConfigError
 from oasiskv.core.host_blocks import HostBlockManager
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
@@ -48,6 +51,23 @@ class StepMetadata(KVConnectorMetadata):
     """The orders of one step."""
 
     commands: StepCommands = field(default_factory=StepCommands)
+
+
+@dataclass
+class WorkerNews(KVConnectorWorkerMetadata):
+    """What workers tell the scheduler's side.
+
+    Attributes:
+        wanted: By request, the blocks that it fetched so far in the layer with most.
+    """
+
+    wanted: dict[str, int]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        """Join what two ranks tell."""
+        assert isinstance(other, WorkerNews)
+        names = self.wanted.keys() | other.wanted.keys()
+        return WorkerNews({name: max(self.wanted.get(name, 0), other.wanted.get(name, 0)) for name in names})
 
 
 def host_block_bytes(kv_cache_config: "KVCacheConfig", config: LookaheadConfig) -> int:
@@ -71,20 +91,38 @@ def host_block_bytes(kv_cache_config: "KVCacheConfig", config: LookaheadConfig) 
     ).block_bytes
 
 
-def handover_of(params: dict[str, Any], num_prompt_tokens: int) -> tuple[str | None, Admission | None]:
-    """Read a request's `kv_transfer_params`: `oasiskv_stage`, or `oasiskv_lease`; both None where neither is usable.
+@dataclass(frozen=True, kw_only=True)
+class Handed:
+    """What a request's `kv_transfer_params` say of handovers.
 
-    A request with `oasiskv_stage`, the lease that its KV is staged under, is one to prefill here for another process.
-    One with `oasiskv_lease` was prefilled elsewhere: all tokens of its prompt but the last are in the lease's blocks.
+    Attributes:
+        stage: Lease that its KV is staged under: it is to be prefilled here for another process.
+        prefix: First blocks of its prompt, which are in that lease already.
+        admission: All but the last token of its prompt, prefilled elsewhere.
     """
-    stage, lease = params.get("oasiskv_stage"), params.get("oasiskv_lease")
+
+    stage: str | None = None
+    prefix: Prefix | None = None
+    admission: Admission | None = None
+
+
+def handover_of(params: dict[str, Any], num_prompt_tokens: int, block_size: int) -> Handed:
+    """Read `kv_transfer_params`: `oasiskv_stage`, with `oasiskv_prefix` or without it, or `oasiskv_lease`.
+
+    What is not usable is not used.
+    """
+    stage, lease, prefix = (params.get(f"oasiskv_{name}") for name in ("stage", "lease", "prefix"))
     if isinstance(stage, str) and lease is None:
-        return stage, None
-    if isinstance(lease, str) and stage is None:
-        return None, Admission(lease=lease, num_tokens=num_prompt_tokens - 1)
-    if stage is not None or lease is not None:
+        match prefix:
+            case None:
+                return Handed(stage=stage)
+            case [str(read_lease), int(num_blocks)] if 0 < num_blocks * block_size < num_prompt_tokens:
+                return Handed(stage=stage, prefix=Prefix(lease=read_lease, num_blocks=num_blocks))
+    if isinstance(lease, str) and stage is None and prefix is None:
+        return Handed(admission=Admission(lease=lease, num_tokens=num_prompt_tokens - 1))
+    if any(given is not None for given in (stage, lease, prefix)):
         logger.warning("kv_transfer_params: expected oasiskv_stage or oasiskv_lease with a text, computing all here")
-    return None, None
+    return Handed()
 
 
 class OasisKVConnector(KVConnectorBase_V1, SupportsHMA):
@@ -116,7 +154,7 @@ class OasisKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """Say no: no request waits for KV from elsewhere."""
+        """Say no: what a request hands over is staged, or said not to be, before its client hears of it."""
         return False
 
     # The scheduler's side.
@@ -133,7 +171,11 @@ class OasisKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._host = HostBlockManager(self._num_host_blocks)
         layout = settings.sparse_layout(self._config, spec.block_size, spec.head_size, spec.dtype.itemsize)
         self._ledger = managers[0].ledger = RequestLedger(
-            layout, spec.block_size, self._host, settings.switch_rule(self._vllm_config, self._config)
+            layout,
+            spec.block_size,
+            self._host,
+            settings.switch_rule(self._vllm_config, self._config),
+            brings_all=self._config.handover_mode == "full",
         )
         self._pool = kv_cache_manager.block_pool
 
@@ -144,16 +186,32 @@ class OasisKVConnector(KVConnectorBase_V1, SupportsHMA):
         if request.resumable:
             # More prompt may come at any time, which a sparse request has no place for: it stays dense.
             longest = 0
-        stage, admission = handover_of(request.kv_transfer_params or {}, request.num_prompt_tokens)
-        self._ledger.expect(request.request_id, longest, stage=stage, admission=admission)
+        block_size = self._vllm_config.cache_config.block_size
+        handed = handover_of(request.kv_transfer_params or {}, request.num_prompt_tokens, block_size)
+        self._ledger.expect(
+            request.request_id, longest, stage=handed.stage, prefix=handed.prefix, admission=handed.admission
+        )
 
-    def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int, bool]:
-        """Match what a request begins with; the workers fetch it before they run its first step."""
+    def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Match what a request begins with, which comes beside the steps of others; None while as many come already."""
         assert self._ledger is not None
-        return self._ledger.num_staged_tokens(request.request_id), False
+        num_tokens = self._ledger.num_staged_tokens(request.request_id)
+        if num_tokens and self._ledger.num_arriving >= settings.max_arriving(self._vllm_config):
+            return None, False
+        return num_tokens, num_tokens > 0
 
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
-        """Do nothing: the block manager told the ledger."""
+        """Note where the KV of a request from staging goes."""
+        assert self._ledger is not None
+        if num_external_tokens:
+            self._ledger.seat(request.request_id, blocks.get_block_ids()[0])
+
+    def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
+        """Take what workers tell."""
+        assert self._ledger is not None
+        if isinstance(news := connector_output.kv_connector_worker_meta, WorkerNews):
+            for request_id, wanted in news.wanted.items():
+                self._ledger.rooms.note_wanted(request_id, wanted)
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> StepMetadata:
         """Hand the step's orders over."""
@@ -200,12 +258,30 @@ class OasisKVConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None:
         """Do nothing."""
 
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Name the requests whose KV came from staging since the last call, or will not come."""
+        from oasiskv.engine.vllm.worker import current
+
+        backend = current()
+        if backend is None or backend.runtime is None:
+            return KVConnectorTransferResults()
+        over, failed = backend.runtime.take_arrived()
+        return KVConnectorTransferResults(finished_recving=over, failed_recving=set(failed))
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """Tell how much room requests want."""
+        from oasiskv.engine.vllm.worker import current
+
+        backend = current()
+        wanted = {} if backend is None or backend.runtime is None else backend.runtime.inbox.take_wanted()
+        return WorkerNews(wanted) if wanted else None
+
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Name a block of every request that could not get its KV from staging: vLLM drops its token and ends it."""
         from oasiskv.engine.vllm.worker import current
 
         backend = current()
-        return set() if backend is None or backend.runtime is None else backend.runtime.take_failed_blocks()
+        return set() if backend is None or backend.runtime is None else backend.runtime.inbox.take_failed_blocks()
 
     def finish_forward(self) -> None:
         """Close the pass that just ran outside of a graph; model runner V2 calls it."""
@@ -242,6 +318,7 @@ class OasisKVConnector(KVConnectorBase_V1, SupportsHMA):
                 "engine_blocks": self._pool.num_gpu_blocks - 1,
                 "engine_blocks_held": self._pool.num_gpu_blocks - 1 - self._pool.get_num_free_blocks(),
                 "host_blocks_held": self._host.num_blocks - self._host.num_free,
+                "host_blocks_unfetched": self._ledger.rooms.num_unfetched,
                 "host_blocks": self._host.num_blocks,
             },
         )

@@ -70,6 +70,7 @@ class HandoverCalls:
             "dtype": str(shape.dtype).removeprefix("torch."),
             "block_size": shape.block_size,
             "num_layers": shape.num_layers,
-            "num_kv_heads": shape.num_kv_heads,
+            "num_target_layers": shape.num_target_layers,
+            "num_kv_heads": shape.num_kv_heads * shape.tp_size,
             "head_dim": shape.head_dim,
         }

@@ -117,6 +117,11 @@ class LookaheadManager(FullAttentionManager):
         record_for_zeroing: bool = True,
     ) -> None:
         """Allocate what a request needs of its tokens in staging: slots, summary pages and the active block."""
+        if not self._ledger.begins_staged(request_id):  # a prefix that is loaded, all of it
+            super().allocate_external_computed_blocks(
+                request_id, num_local_computed_tokens, num_external_computed_tokens, record_for_zeroing
+            )
+            return
         blocks, needed = self.req_to_blocks[request_id], self._ledger.first_entries(request_id)
         num_entries = cdiv(num_local_computed_tokens + num_external_computed_tokens, self.block_size)
         blocks.extend([self._null_block] * num_entries)

@@ -18,6 +18,7 @@ from oasiskv.core.fingerprint import Fingerprint
 from oasiskv.core.generation import Generated, Logprob, Sampling
 from oasiskv.core.layout import SparseLayout
 from oasiskv.core.service_config import EngineConfig
+from oasiskv.engine.probe import join_digests
 from oasiskv.engine.vllm import settings
 from oasiskv.engine.vllm.names import CONNECTOR, WORKERS
 
@@ -37,7 +38,7 @@ def engine_arguments(config: EngineConfig, fingerprint: Fingerprint) -> dict[str
         "model": config.model,
         "dtype": fingerprint.dtype,
         "block_size": fingerprint.block_size,
-        "tensor_parallel_size": fingerprint.tp_size,
+        "tensor_parallel_size": config.tp_size or fingerprint.tp_size,
         "worker_cls": WORKERS[device],
         "kv_transfer_config": transfer,
     }
@@ -71,8 +72,11 @@ class ServedEngine:
             ConfigError: An argument is one that vLLM does not know, or the KV is not that of the fingerprint.
             EngineFailedError: The engine did not start.
         """
-        if fingerprint.tp_size != 1:
-            raise errors.UnsupportedError(f"fingerprint.tp_size: expected 1 in a service, got {fingerprint.tp_size}")
+        if fingerprint.tp_size % (config.tp_size or 1):
+            raise ConfigError(
+                f"engine.tp_size: expected a divisor of fingerprint.tp_size, which is {fingerprint.tp_size}, "
+                f"got {config.tp_size}"
+            )
         try:
             arguments = AsyncEngineArgs(**engine_arguments(config, fingerprint))
         except TypeError as cause:
@@ -86,6 +90,9 @@ class ServedEngine:
         engine = cls(llm, config, fingerprint)
         try:
             for shape in await llm.collective_rpc("kv_shape"):
+                if fingerprint.num_layers == (num_target_layers := shape.pop("num_target_layers")):
+                    # The drafter's layers stay here: the other side has none, or another drafter.
+                    shape["num_layers"] = num_target_layers
                 for name, got in shape.items():
                     if (expected := getattr(fingerprint, name)) != got:
                         raise ConfigError(f"fingerprint.{name}: expected {got}, which the engine has, got {expected}")
@@ -143,7 +150,13 @@ class ServedEngine:
             raise InvalidRequestError(f"messages: expected what the chat template takes, got {cause}") from cause
 
     async def generate(
-        self, request_id: str, ids: Sequence[int], sampling: Sampling, *, stage: str | None = None
+        self,
+        request_id: str,
+        ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        stage: str | None = None,
+        prefix: tuple[str, int] | None = None,
     ) -> AsyncIterator[Generated]:
         """Generate until the request ends; leaving the iteration early aborts it.
 
@@ -152,13 +165,15 @@ class ServedEngine:
             ids: The prompt.
             sampling: How.
             stage: Lease under which to stage the prompt's KV.
+            prefix: Lease of complete blocks that need not be computed, and how many; those of `stage` begin with them.
 
         Raises:
             EngineFailedError: The engine's process ended.
         """
         params = sampling_params(sampling)
         if stage is not None:
-            params.extra_args = {"kv_transfer_params": {"oasiskv_stage": stage}}
+            given = {"oasiskv_stage": stage} | ({} if prefix is None else {"oasiskv_prefix": list(prefix)})
+            params.extra_args = {"kv_transfer_params": given}
         if self.llm.model_config.skip_tokenizer_init:
             params.detokenize = False
         outputs = self.llm.generate({"prompt_token_ids": list(ids)}, params, request_id)
@@ -218,7 +233,8 @@ class ServedEngine:
             OasisError: It did not work; the block is of no use then.
         """
         parts = await self._probe(lease, writes=True)
-        return b"".join(bytes.fromhex(digest) for digest, _ in parts), [bytes.fromhex(part) for _, part in parts]
+        digest = join_digests(bytes.fromhex(digest) for digest, _ in parts)
+        return digest, [bytes.fromhex(part) for _, part in parts]
 
     async def read_probe(self, lease: str) -> bytes:
         """Have the workers read the one block of a lease, and return the digest of its bytes.
@@ -226,7 +242,7 @@ class ServedEngine:
         Raises:
             OasisError: It did not work.
         """
-        return b"".join(bytes.fromhex(digest) for digest, _ in await self._probe(lease, writes=False))
+        return join_digests(bytes.fromhex(digest) for digest, _ in await self._probe(lease, writes=False))
 
     async def _probe(self, lease: str, *, writes: bool) -> list[tuple[str, str]]:
         while True:

@@ -14,6 +14,9 @@ from oasiskv.core.switch_rule import DEVICE_SPEEDS, SwitchRule
 from oasiskv.engine.vllm.names import CONNECTOR, VLLM_VERSION, WORKERS
 from oasiskv.kernels.rows import SummaryLayout
 
+MAX_ARRIVING = 8
+"""Requests whose KV comes from staging while others run: each holds what it needs, and they share the network."""
+
 
 def is_enabled(vllm_config: VllmConfig) -> bool:
     """Say whether this engine runs with the backend: its connector is configured."""
@@ -81,6 +84,11 @@ def switch_rule(vllm_config: VllmConfig, config: LookaheadConfig) -> SwitchRule:
 def max_blocks(vllm_config: VllmConfig) -> int:
     """Return the blocks of the longest request, those of draft tokens included."""
     return cdiv(vllm_config.model_config.max_model_len, vllm_config.cache_config.block_size) + 1
+
+
+def max_arriving(vllm_config: VllmConfig) -> int:
+    """Return for how many requests at once, beyond those that run, KV may come from staging."""
+    return min(MAX_ARRIVING, vllm_config.scheduler_config.max_num_seqs)
 
 
 def num_host_blocks(vllm_config: VllmConfig, config: LookaheadConfig, host_block_bytes: int) -> int:

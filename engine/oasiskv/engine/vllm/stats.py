@@ -49,6 +49,7 @@ COUNTERS: dict[str, tuple[str, str]] = {
     "handovers": ("handovers", "Requests that began with KV from staging, per worker."),
     "handover_bytes": ("handover_bytes", "Bytes of all KV of these requests when they began."),
     "admitted_bytes": ("admitted_bytes", "Bytes of it that were fetched when they began, summaries included."),
+    "loaded_bytes": ("loaded_bytes", "Bytes of prompts' first blocks that came from staging and were not computed."),
     "missed": ("missed_blocks", "Blocks that were selected and absent from this host, per layer."),
     "missed_bytes": ("missed_bytes", "Bytes fetched from staging for these."),
     "source_self": ("lookahead_self", "Sparse steps whose lookahead query was the token's own, per worker."),
@@ -61,6 +62,7 @@ GAUGES: dict[str, str] = {
     "engine_blocks": "Blocks of the engine's KV cache in all.",
     "engine_blocks_held": "Blocks of the engine's KV cache in use.",
     "host_blocks_held": "Host blocks that requests hold.",
+    "host_blocks_unfetched": "Further host blocks that requests would hold if all their KV had come from staging.",
     "host_blocks": "Host blocks in all.",
 }
 

@@ -198,6 +198,11 @@ class Run:
                 self.scheduler.reset_prefix_cache(reset_running_requests=True)
             for output in self.engine.step():
                 self.keep(output)
+            if self.job.get("staged"):
+                # Not imported for others: an engine that is off must not have it.
+                from oasiskv.engine.testing import StagedFolder
+
+                StagedFolder.tick()
             if self.job.get("sample"):
                 self.steps.append(self.sample())
             step += 1
@@ -261,7 +266,9 @@ class Run:
                 "is_sparse": self.ledger is not None and self.ledger.is_sparse(request.request_id),
             }
         self.preempted |= {name(request) for request in self.scheduler.waiting if request.num_preemptions}
-        return {"requests": rows, "free": self.pool()["free"]}
+        pool = self.pool()
+        held = {"host_held": self.ledger._host.num_blocks - pool["host_free"]} if self.ledger is not None else {}
+        return {"requests": rows, "free": pool["free"]} | held
 
     def pool(self) -> dict[str, Any]:
         """Return what is free and what the ledger still knows."""

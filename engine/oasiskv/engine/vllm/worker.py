@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -120,11 +121,13 @@ class WorkerBackend:
             dtype=self.vllm_config.model_config.dtype,
             scale=scale,
             is_fp8=self.config.host_dtype == "fp8",
+            tp_rank=get_tensor_model_parallel_rank(),
+            tp_size=self.vllm_config.parallel_config.tensor_parallel_size,
         )
         self._sets = WorkingSets(
             self.config,
             self._shape,
-            self.vllm_config.scheduler_config.max_num_seqs,
+            self.vllm_config.scheduler_config.max_num_seqs + settings.max_arriving(self.vllm_config),
             settings.max_blocks(self.vllm_config),
             device,
         )

@@ -67,6 +67,9 @@ class Lease:
     block_ids: NDArray[np.uint64] | None = None
     """`[num_blocks]`, of a write lease."""
 
+    num_held: int = 0
+    """Of a write lease: blocks at its beginning that were held before, and are sealed."""
+
     sums: NDArray[np.uint64] | None = None
     """`[num_blocks, num_parts]`, of a write lease: checksums of what this process put."""
 

@@ -128,6 +128,11 @@ class StagingSession:
         return self._registered.SerializeToString().hex()
 
     @property
+    def fingerprint(self) -> Fingerprint:
+        """What the KV in staging is."""
+        return self._config.fingerprint
+
+    @property
     def path(self) -> str:
         """mapped, one-sided or stream: how bytes move now."""
         return self._moves.path
@@ -152,9 +157,14 @@ class StagingSession:
             raise InvalidRequestError("buffer: expected contiguous memory")
         self._data_thread.submit(self._moves.register, buffer).result()
 
-    def allocate(self, num_blocks: int) -> "Future[Lease]":
-        """Take blocks to write to; all bytes are 0. Fails as Allocate of the contract."""
-        return background.submit(self._allocate(num_blocks))
+    def allocate(self, num_blocks: int, block_keys: Sequence[bytes] = ()) -> "Future[Lease]":
+        """Take blocks to write to; all bytes are 0. Fails as Allocate of the contract.
+
+        Args:
+            num_blocks: How many.
+            block_keys: Of the first blocks; as many as are held are part of the lease as they are.
+        """
+        return background.submit(self._allocate(num_blocks, block_keys))
 
     def join(self, token: str) -> Lease:
         """Return a lease that another process of this peer took; that one releases it."""
@@ -419,12 +429,17 @@ class StagingSession:
                 raise
         return await call(self._peer_id)
 
-    async def _allocate(self, num_blocks: int) -> Lease:
+    async def _allocate(self, num_blocks: int, block_keys: Sequence[bytes]) -> Lease:
         async def call(peer_id: str) -> Lease:
-            request = pb.AllocateRequest(peer_id=peer_id, num_blocks=num_blocks, ttl_ms=self._ttl_ms)
+            request = pb.AllocateRequest(
+                peer_id=peer_id, num_blocks=num_blocks, ttl_ms=self._ttl_ms, block_keys=block_keys
+            )
             response: pb.AllocateResponse = await self._client.call(self._client.stub.Allocate, request)
             self._leases.add(response.lease_id)
-            return self._new_lease(response.lease_id, num_blocks, np.array(response.block_ids, np.uint64), peer_id)
+            block_ids = np.array(response.block_ids, np.uint64)
+            lease = self._new_lease(response.lease_id, num_blocks, block_ids, peer_id)
+            lease.num_held = response.num_held_blocks
+            return lease
 
         return await self._as_peer(call)
 

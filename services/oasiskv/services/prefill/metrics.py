@@ -36,4 +36,7 @@ class PrefillCollector(LoopCollector):
                 dict.fromkeys(OUTCOMES, 0) | counts.outcomes,
             ),
             CounterMetricFamily("oasiskv_prefill_prompt_tokens", "Tokens of prompts", counts.num_prompt_tokens),
+            CounterMetricFamily(
+                "oasiskv_prefill_loaded_tokens", "Of these, found in staging and not computed", counts.num_loaded_tokens
+            ),
         ]

@@ -14,6 +14,7 @@ import numpy as np
 
 from oasiskv.core.config import LookaheadConfig
 from oasiskv.core.errors import (
+    BlockNotFoundError,
     EngineFailedError,
     InvalidRequestError,
     OasisError,
@@ -52,7 +53,13 @@ class Engine(Protocol):
         """Return token ids."""
 
     def generate(
-        self, request_id: str, ids: Sequence[int], sampling: Sampling, *, stage: str | None = None
+        self,
+        request_id: str,
+        ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        stage: str | None = None,
+        prefix: tuple[str, int] | None = None,
     ) -> AsyncIterator[Generated]:
         """Generate until the request ends."""
 
@@ -63,6 +70,10 @@ class Engine(Protocol):
         """Return the digest and the receipts of a block of random bytes."""
 
 
+class _PrefixLostError(Exception):
+    """Blocks that were to be loaded did not come."""
+
+
 @dataclass(slots=True)
 class Counts:
     """Since the start."""
@@ -70,6 +81,8 @@ class Counts:
     num_requests: int = 0
     num_failed: int = 0
     num_prompt_tokens: int = 0
+    num_loaded_tokens: int = 0
+    """Prompt tokens whose KV was in staging and was not computed."""
     staged_bytes: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
     """Prompts: `handed_over`, `finished` by their first token, `cancelled`, or the class of the error."""
@@ -230,30 +243,66 @@ class PrefillService:
         self.counts.num_prompt_tokens += len(ids)
         if sampling.max_tokens == 1:
             return await self._run(request_id, request, ids, sampling, None), ids
-        layout = HandoverLayout.of(len(ids), self._config.fingerprint.block_size, self._engine.layout)
+        keys = block_keys(ids, self._config.fingerprint.block_size)
         session = self._link.session
-        lease = await wait_or_undo(session.allocate(layout.num_blocks), session.release)
+        prefix = await self._find(session, ids, keys)
+        try:
+            try:
+                return await self._stage(session, request_id, request, ids, keys, sampling, prefix), ids
+            except _PrefixLostError:
+                logger.warning("the first blocks of a prompt did not come from staging; it is computed")
+                return await self._stage(session, request_id, request, ids, keys, sampling, None), ids
+        finally:
+            if prefix is not None:
+                session.release(prefix)
+
+    async def _find(self, session: StagingSession, ids: Sequence[int], keys: Sequence[bytes]) -> Lease | None:
+        """Take a lease on the blocks of the prompt that are in staging; its last token is always computed."""
+        num_wanted = (len(ids) - 1) // self._config.fingerprint.block_size
+        try:
+            return await wait_or_undo(session.lease(keys[:num_wanted]), session.release)
+        except (BlockNotFoundError, PoolExhaustedError):
+            return None
+
+    async def _stage(
+        self,
+        session: StagingSession,
+        request_id: str,
+        request: _Request,
+        ids: Sequence[int],
+        keys: Sequence[bytes],
+        sampling: Sampling,
+        prefix: Lease | None,
+    ) -> Handover:
+        """Compute a prompt, but for the blocks of a read lease, and stage its KV, of which those blocks are part."""
+        layout = HandoverLayout.of(len(ids), self._config.fingerprint.block_size, self._engine.layout)
+        num_loaded = 0 if prefix is None else prefix.num_blocks
+        lease = await wait_or_undo(session.allocate(layout.num_blocks, keys[:num_loaded]), session.release)
+        if lease.num_held < num_loaded:  # the service has lost them since, though they were leased
+            session.release(lease)
+            raise _PrefixLostError
+        given = None if prefix is None else (prefix.token, num_loaded)
         is_handed_over = False
         try:
-            first = await self._run(request_id, request, ids, sampling, lease.token)
+            first = await self._run(request_id, request, ids, sampling, lease.token, given)
             if first.finish_reason is not None:
-                return first, ids
+                return first
             receipts = await self._engine.take_handover(lease.token)
-            handle = await self._hand_off(session, lease, layout, ids, receipts)
+            handle = await self._hand_off(session, lease, layout, keys, receipts)
             is_handed_over = True
         finally:
             if not is_handed_over:
                 # Shielded: whoever cancelled does not wait for it, and the blocks must not be given up before.
                 await asyncio.shield(self._give_up(session, lease))
-        self.counts.staged_bytes += layout.num_blocks * self._config.fingerprint.block_bytes
-        handover = self._handover(
+        self.counts.num_loaded_tokens += num_loaded * self._config.fingerprint.block_size
+        self.counts.staged_bytes += (layout.num_blocks - lease.num_held) * self._config.fingerprint.block_bytes
+        return self._handover(
             first_token_id=first.first_token_id,
             first_logprobs=first.first_logprobs,
             handle=handle,
             num_tokens=len(ids),
             num_blocks=layout.num_blocks,
         )
-        return handover, ids
 
     def _handover(self, **fields: Any) -> Handover:
         ours = self.lookahead
@@ -272,19 +321,27 @@ class PrefillService:
             raise InvalidRequestError(f"prompt: expected at most {self._engine.max_tokens - 2} tokens, got {len(ids)}")
 
     async def _run(
-        self, request_id: str, request: _Request, ids: Sequence[int], sampling: Sampling, stage: str | None
+        self,
+        request_id: str,
+        request: _Request,
+        ids: Sequence[int],
+        sampling: Sampling,
+        stage: str | None,
+        prefix: tuple[str, int] | None = None,
     ) -> Handover:
         """Compute the prompt, and one step more where KV is handed over: in it the request becomes sparse."""
         values = {name: getattr(sampling, name) for name in Sampling.__dataclass_fields__}
         once = Sampling(**values | {"max_tokens": 1 if stage is None else 2})
         first: Generated | None = None
         num_tokens, reason = 0, None
-        async for generated in self._engine.generate(request_id, ids, once, stage=stage):
+        async for generated in self._engine.generate(request_id, ids, once, stage=stage, prefix=prefix):
             request.num_waiting_tokens = 0
             if first is None and generated.token_ids:
                 first = generated
             num_tokens += len(generated.token_ids)
             reason = generated.finish_reason
+        if first is None and reason == "error" and prefix is not None:
+            raise _PrefixLostError
         if first is None or reason not in ("stop", "length"):
             raise EngineFailedError(f"engine: expected a token, got none; it ended the request with {reason!r}")
         return Handover(
@@ -298,13 +355,13 @@ class PrefillService:
         session: StagingSession,
         lease: Lease,
         layout: HandoverLayout,
-        ids: Sequence[int],
+        keys: Sequence[bytes],
         receipts: Sequence[bytes],
     ) -> str:
-        keys = block_keys(ids, self._config.fingerprint.block_size)
         mark = secrets.token_bytes(16)
-        keys += [mark + index.to_bytes(4, "little") for index in range(layout.num_complete, layout.num_blocks)]
-        return await self._seal(session, lease, keys, receipts)
+        rest = range(layout.num_complete, layout.num_blocks)
+        all_keys = [*keys, *(mark + index.to_bytes(4, "little") for index in rest)]
+        return await self._seal(session, lease, all_keys, receipts)
 
     async def _seal(
         self, session: StagingSession, lease: Lease, keys: Sequence[bytes], receipts: Sequence[bytes]
@@ -314,7 +371,8 @@ class PrefillService:
         sums = np.zeros((len(keys), num_parts), np.uint64)
         for receipt in receipts:  # each rank wrote the sums of its own parts, and 0 for the others
             sums |= np.frombuffer(receipt, np.uint64).reshape(len(keys), num_parts)
-        await asyncio.wrap_future(session.seal(lease, range(len(keys)), keys, sums))
+        new = slice(lease.num_held, len(keys))  # those before are sealed
+        await asyncio.wrap_future(session.seal(lease, range(len(keys))[new], keys[new], sums[new]))
         return await asyncio.wrap_future(session.hand_off(lease))
 
     async def _give_up(self, session: StagingSession, lease: Lease) -> None:

@@ -253,15 +253,22 @@ class StagingService:
         self.leases.open_link(peer_id)
         return self._access[peer_id] is Access.MAP_WRITE
 
-    async def allocate(self, peer_id: str, num_blocks: int, ttl_s: float) -> tuple[str, list[int]]:
-        """Take blocks to write to, all bytes 0; raises as `LeaseTable.allocate`, and PeerUnavailableError on drain."""
+    async def allocate(
+        self, peer_id: str, num_blocks: int, ttl_s: float, block_keys: Sequence[bytes] = ()
+    ) -> tuple[str, list[int]]:
+        """Take blocks to write to, behind those that are held under some keys; the others' bytes are all 0.
+
+        Raises as `LeaseTable.allocate`, and PeerUnavailableError on drain.
+        """
         self._refuse_if_draining()
-        lease_id, block_ids = self.leases.allocate(peer_id, num_blocks, ttl_s)
-        self.memory.is_corrupt[block_ids] = False
+        check_keys(block_keys)
+        lease_id, block_ids = self.leases.allocate(peer_id, num_blocks, ttl_s, block_keys)
+        new_ids = [block_id for block_id in block_ids if not self.leases.is_sealed(block_id)]
+        self.memory.is_corrupt[new_ids] = False
         try:
             with self.leases.hold(peer_id, lease_id):
-                await self.wiper.taken(block_ids)
-                await in_thread(partial(self.memory.wipe, block_ids))
+                await self.wiper.taken(new_ids)
+                await in_thread(partial(self.memory.wipe, new_ids))
             # The lease may have ended meanwhile; then nobody must write to its blocks.
             self.leases.writable(peer_id, lease_id)
         except BaseException:

@@ -71,8 +71,12 @@ class StagingServicer(staging_pb2_grpc.StagingServicer):
 
     async def Allocate(self, request: pb.AllocateRequest, context: Context) -> pb.AllocateResponse:
         ttl_s = request.ttl_ms / 1000
-        lease_id, block_ids = await self._service.allocate(request.peer_id, request.num_blocks, ttl_s)
-        return pb.AllocateResponse(lease_id=lease_id, ttl_ms=self._granted_ms(ttl_s), block_ids=block_ids)
+        keys = request.block_keys
+        lease_id, block_ids = await self._service.allocate(request.peer_id, request.num_blocks, ttl_s, keys)
+        num_held = sum(self._service.leases.is_sealed(block_id) for block_id in block_ids)
+        return pb.AllocateResponse(
+            lease_id=lease_id, ttl_ms=self._granted_ms(ttl_s), block_ids=block_ids, num_held_blocks=num_held
+        )
 
     async def Seal(self, request: pb.SealRequest, context: Context) -> pb.SealResponse:
         blocks = [

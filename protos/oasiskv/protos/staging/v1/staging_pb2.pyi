@@ -99,24 +99,28 @@ class RegisterPeerResponse(_message.Message):
     def __init__(self, peer_id: _Optional[str] = ..., peer_ttl_ms: _Optional[int] = ..., max_lease_ttl_ms: _Optional[int] = ..., max_blocks: _Optional[int] = ..., memory_socket: _Optional[str] = ..., num_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., num_parts: _Optional[int] = ..., part_bytes: _Optional[int] = ..., epoch: _Optional[str] = ...) -> None: ...
 
 class AllocateRequest(_message.Message):
-    __slots__ = ("peer_id", "num_blocks", "ttl_ms")
+    __slots__ = ("peer_id", "num_blocks", "ttl_ms", "block_keys")
     PEER_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     TTL_MS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_KEYS_FIELD_NUMBER: _ClassVar[int]
     peer_id: str
     num_blocks: int
     ttl_ms: int
-    def __init__(self, peer_id: _Optional[str] = ..., num_blocks: _Optional[int] = ..., ttl_ms: _Optional[int] = ...) -> None: ...
+    block_keys: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, peer_id: _Optional[str] = ..., num_blocks: _Optional[int] = ..., ttl_ms: _Optional[int] = ..., block_keys: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class AllocateResponse(_message.Message):
-    __slots__ = ("lease_id", "ttl_ms", "block_ids")
+    __slots__ = ("lease_id", "ttl_ms", "block_ids", "num_held_blocks")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     TTL_MS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_HELD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     lease_id: str
     ttl_ms: int
     block_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, lease_id: _Optional[str] = ..., ttl_ms: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    num_held_blocks: int
+    def __init__(self, lease_id: _Optional[str] = ..., ttl_ms: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., num_held_blocks: _Optional[int] = ...) -> None: ...
 
 class SealRequest(_message.Message):
     __slots__ = ("peer_id", "lease_id", "blocks", "columns")
