@@ -85,8 +85,9 @@ def test_a_large_cluster_is_looked_after_in_a_minute(
     print(f"{NUM_PODS} pods after {time.monotonic() - begin_s:.0f} s")
 
     arguments = ("--read-nodes", "--resync-seconds=100000")
-    log = tmp_path / "operator.log"
-    operator = OperatorProcess(log, plane.kubeconfig, *arguments, environment={"POD_NAMESPACE": "default"})
+    operator = OperatorProcess(
+        tmp_path / "first.log", plane.kubeconfig, *arguments, environment={"POD_NAMESPACE": "default"}
+    )
     try:
         begin_s = time.monotonic()
         operator.wait_ready()
@@ -103,7 +104,9 @@ def test_a_large_cluster_is_looked_after_in_a_minute(
         print(f"{NUM_SERVICES} services settled after {time.monotonic() - begin_s:.0f} s")
     finally:
         assert operator.stop() == 0
-    operator = OperatorProcess(log, plane.kubeconfig, *arguments, environment={"POD_NAMESPACE": "default"})
+    operator = OperatorProcess(
+        tmp_path / "second.log", plane.kubeconfig, *arguments, environment={"POD_NAMESPACE": "default"}
+    )
     try:
         begin_s = time.monotonic()
         operator.wait_ready()

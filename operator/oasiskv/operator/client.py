@@ -218,7 +218,9 @@ def _error(code: int, status: Any, what: str, retry_after_s: float) -> ApiError:
 async def pause(seconds: float, stop: asyncio.Event) -> bool:
     """Wait, but no longer than until `stop`; return whether it was set."""
     try:
-        await asyncio.wait_for(stop.wait(), seconds)
+        # Not `wait_for`, which up to Python 3.11 loses a cancellation that comes together with the event.
+        async with asyncio.timeout(seconds):
+            await stop.wait()
     except TimeoutError:
         return False
     return True

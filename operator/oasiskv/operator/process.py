@@ -155,7 +155,7 @@ class Process:
 
     async def _resync(self) -> None:
         """Give every service a turn now and then, also one whose events were lost."""
-        while True:
+        while not self._stop.is_set():
             found = set(self._shell.services)
             try:
                 scopes: Sequence[str | None] = self._options.namespaces or (None,)

@@ -53,8 +53,10 @@ class Wakes:
             while True:
                 self._news.clear()
                 wait_s = self._start_due()
+                # Not `wait_for`, which up to Python 3.11 loses a cancellation that comes together with the news.
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._news.wait(), wait_s)
+                    async with asyncio.timeout(wait_s):
+                        await self._news.wait()
         finally:
             if self._tasks:
                 await asyncio.wait(self._tasks.values())

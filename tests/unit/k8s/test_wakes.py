@@ -2,6 +2,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from oasiskv.operator import wakes
+from oasiskv.operator.client import pause
 from oasiskv.operator.wakes import Key, Wakes
 
 A, B = ("llm", "a"), ("llm", "b")
@@ -113,5 +114,43 @@ def test_turns_under_way_are_waited_for_at_the_end() -> None:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         assert ended == [A]
+
+    asyncio.run(main())
+
+
+def test_an_end_that_comes_together_with_a_wake_is_an_end() -> None:
+    async def main() -> None:
+        async def work(key: Key) -> None:
+            pass
+
+        for num_steps in range(8):
+            made = Wakes(work)
+            made.wake(B, 7200)
+            task = asyncio.create_task(made.run())
+            for _ in range(3):
+                await asyncio.sleep(0)
+            made.wake(A, 3600)
+            for _ in range(num_steps):
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.wait([task], timeout=5)
+            assert task.cancelled(), num_steps
+
+    asyncio.run(main())
+
+
+def test_an_end_that_comes_together_with_the_stop_is_an_end() -> None:
+    async def main() -> None:
+        for num_steps in range(8):
+            stop = asyncio.Event()
+            task = asyncio.create_task(pause(3600, stop))
+            for _ in range(3):
+                await asyncio.sleep(0)
+            stop.set()
+            for _ in range(num_steps):
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.wait([task], timeout=5)
+            assert task.cancelled() or task.result(), num_steps
 
     asyncio.run(main())
