@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from oasiskv.core.errors import OasisError
 from oasiskv.operator import logs
+from oasiskv.operator.client import ApiError
 from oasiskv.operator.process import KINDS_S, RESYNC_S, Options, Process
 
 
@@ -46,7 +47,7 @@ def main() -> int:
     logs.configure(level)
     try:
         return asyncio.run(run(how))
-    except OasisError as error:
+    except (OasisError, ApiError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 

@@ -4,12 +4,10 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import aiohttp
 import kopf
-
-from oasiskv.core.errors import OasisError, PeerUnavailableError
 
 Object = Mapping[str, Any]
 MANAGER = "oasiskv-operator"
@@ -25,8 +23,11 @@ TOKEN_S = 60
 """How long a token is used before its file is read again."""
 
 
-class ApiError(OasisError):
+class ApiError(Exception):
     """The API server did not do what was asked."""
+
+    retryable: ClassVar[bool] = False
+    """Whether the same request may succeed later."""
 
 
 class NotFoundError(ApiError):
@@ -49,7 +50,7 @@ class RefusedError(ApiError):
     """A rule, a role, a quota or an admission webhook forbids it; the same request will be refused again."""
 
 
-class BusyError(ApiError, PeerUnavailableError):
+class BusyError(ApiError):
     """The API server is overloaded, broken or not reachable."""
 
     retryable = True

@@ -22,6 +22,7 @@ from oasiskv.operator import process
 from oasiskv.operator.metrics import Metrics
 from oasiskv.services.decode.metrics import DecodeCollector
 from oasiskv.services.prefill.metrics import PrefillCollector
+from oasiskv.services.prefill.service import Counts
 from oasiskv.services.rpc.metrics import ServerMetrics
 from oasiskv.services.staging.directory import DirectoryConfig
 from oasiskv.services.staging.disk_file import ALIGNMENT, DiskConfig, DiskFile, slot_bytes
@@ -82,7 +83,7 @@ def of_staging(folder: Path) -> dict[str, set[str]]:
 
 
 def of_prefill() -> dict[str, set[str]]:
-    counts = SimpleNamespace(outcomes={}, num_prompt_tokens=0)
+    counts = Counts()
     service = SimpleNamespace(is_ready=True, is_draining=False, num_requests=0, num_waiting_tokens=0, counts=counts)
     config = SimpleNamespace(revision="", fingerprint=SHAPE)
     return collected(lambda: PrefillCollector(cast("Any", config), cast("Any", service)))

@@ -48,8 +48,8 @@ class Completion:
     completion_tokens: int
 
 
-class ModelNotServedError(InvalidRequestError):
-    """Another model than the one here was asked for; NOT_FOUND in both fronts."""
+class ModelNotServedError(LookupError):
+    """Another model than the one here was asked for; both fronts tell it as an `InvalidRequestError` and NOT_FOUND."""
 
 
 class Oip:

@@ -18,7 +18,6 @@ LENGTH_HEADER = "Inference-Header-Content-Length"
 """Bytes of the JSON before the binary tensors."""
 
 CODES: dict[type[OasisError], int] = {
-    ModelNotServedError: 404,
     errors.InvalidRequestError: 400,
     errors.UnsupportedError: 400,
     errors.PoolExhaustedError: 429,
@@ -123,8 +122,9 @@ def _told(endpoint: Endpoint) -> Endpoint:
             message = "request: expected an end within the limit of the service, got none"
             return JSONResponse({"error": message, "type": errors.TransferTimeoutError.__name__}, 504)
         except OasisError as error:
-            kind = InvalidRequestError if isinstance(error, ModelNotServedError) else type(error)
-            return JSONResponse({"error": str(error), "type": kind.__name__}, CODES.get(type(error), 500))
+            return JSONResponse({"error": str(error), "type": type(error).__name__}, CODES.get(type(error), 500))
+        except ModelNotServedError as error:
+            return JSONResponse({"error": str(error), "type": InvalidRequestError.__name__}, 404)
 
     return answer
 
