@@ -105,8 +105,11 @@ def test_ready_is_true_when_a_block_has_crossed_for_this_revision_and_not_before
     # What crossed for one revision says nothing of the next one.
     plane.check("patch", "oks", "chat", "-n", namespace, "--type=merge", "-p", '{"spec":{"image":"oasiskv/engine:9"}}')
     wait_for(lambda: condition(plane, namespace, "chat", "Ready").get("status") == "False", "it not to be ready")
-    wait_for(lambda: is_settled(plane, namespace, "chat"), "pods to be ready", 90)
-    assert condition(plane, namespace, "chat", "Ready")["reason"] == "KVPathUnverified"
+    wait_for(
+        lambda: condition(plane, namespace, "chat", "Ready")["reason"] == "KVPathUnverified",
+        "the new pods to be asked",
+        90,
+    )
     answering.answers["/readyz"] = readyz(*revisions(plane, namespace), is_verified=True)
     wait_for(lambda: condition(plane, namespace, "chat", "Ready").get("status") == "True", "it to be ready again")
 
