@@ -17,12 +17,12 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 from oasiskv.core.host_memory import fp8_part_bytes
 from oasiskv.kernels.complete import kernel as complete
-from oasiskv.kernels.flags import kernel as flags
+from oasiskv.kernels.flags import Clock, Flags
 from oasiskv.kernels.fp8 import kernel as fp8
 from oasiskv.kernels.plan import kernel as plan
 from oasiskv.kernels.predict import kernel as predict
 from oasiskv.kernels.publish import kernel as publish
-from oasiskv.kernels.rows import Counter, Given, Row
+from oasiskv.kernels.rows import Counter, Given, Row, Waited
 from oasiskv.kernels.select import kernel as select
 from oasiskv.kernels.summarize import kernel as summarize
 from oasiskv.kernels.testing import Shape, counters
@@ -88,19 +88,18 @@ plan.plan(
     ids(len(Given), n), ids(n + 1), ids(n), ids(n, 70), ids(slots), ids(slots, 5), ids(n), ids(n), ids(n), rows,
     ids(n, 140), ids(n), budget, 31, 16, 1, 6,
 )
-counts, waited = ids(9), torch.zeros(6, dtype=torch.int64)
-flags.raise_count[(1,)](counts, 1, COLUMN=0, COLUMNS=3)
-flags.await_count[(1,)](counts, ids(1), ids(1), 1, 10**9, COLUMN=0, OWN=1, COLUMNS=3)
-flags.await_done[(1,)](
-    counts, ids(1), ids(1), 1, 10**9, waited, waited, waited, 8,
-    COLUMN=2, OWN=0, COLUMNS=3, COUNTERS=len(Counter), FETCHED=Counter.FETCHED, WAITED=3, SPAN=8,
-)
+# Without CUDA nothing can be pinned.
+zeros = torch.zeros
+torch.zeros = lambda *size, pin_memory=False, **kwargs: zeros(*size, **kwargs)
+label, waited = "order", zeros(layers, len(Waited), dtype=torch.int64)
+Flags(torch.device("cpu"), layers, 30.0).await_done(1, zeros(layers, 8, len(Counter), dtype=torch.int64))
+Clock(waited)
 print(json.dumps([triton.__version__, found]))
 """
 
 KERNELS = {
     "_complete", "_plan", "_predict", "_publish", "_round_blocks", "_select", "_store", "_store_fp8", "_summarize",
-    "_transfer", "await_count", "await_done", "raise_count",
+    "_transfer", "add", "add_wait", "await_count", "await_done", "note", "raise_count",
 }  # fmt: skip
 HOPPER_SHARED_BYTES = 227 * 1024
 NARROWS, WIDENS = "cvt.rn.satfinite.e4m3x2.f32", "cvt.rn.f16x2.e4m3x2"
