@@ -6,13 +6,19 @@ import importlib.metadata
 import json
 import os
 import platform
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from oasiskv.cli import disagg, plots, sweep
-from oasiskv.core.errors import UnsupportedError
+from oasiskv.cli import disagg, kernel_plots, plots, sweep
+from oasiskv.core.errors import ConfigError, UnsupportedError
 
 Row = dict[str, object]
+
+KERNEL_PARTS = (
+    "predict", "select", "transfer", "store", "complete", "summarize", "round_blocks", "others", "beside",
+)  # fmt: skip
+"""Of `bench kernels`, as `oasiskv.kernels.bench` names them; naming them must not need torch."""
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -22,6 +28,10 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     kernels = suites.add_parser(
         "kernels", help="every operation on device tensors, alone and beside attention and matrix products; one GPU"
     )
+    kernels.add_argument(
+        "--parts", nargs="+", metavar="PART", help=f"only these: {', '.join(KERNEL_PARTS)}; beside is the whole step"
+    )
+    kernels.add_argument("--requests", nargs="+", type=int, metavar="N", help="only batches of so many requests")
     staging = suites.add_parser(
         "staging", help="the staging tier: bytes by every path beside a plain copy of the same, and calls; no GPU"
     )
@@ -61,28 +71,46 @@ def run(args: argparse.Namespace) -> int:
         return disagg.run(args)
     if args.suite == "plot":
         return plots.run(args)
-    return _run_kernels(args.out) if args.suite == "kernels" else _run_staging(args)
+    return _run_kernels(args) if args.suite == "kernels" else _run_staging(args)
 
 
-def _run_kernels(out: Path) -> int:
+def _run_kernels(args: argparse.Namespace) -> int:
+    for part in args.parts or ():
+        if part not in KERNEL_PARTS:
+            raise ConfigError(f"--parts: expected {', '.join(KERNEL_PARTS)}, got {part!r}")
     import torch
 
     if not torch.cuda.is_available():
         raise UnsupportedError(f"bench kernels: expected a CUDA device, got torch {torch.__version__} without one")
     import triton
 
+    from oasiskv.engine.vllm.copies import vllm_copies
     from oasiskv.kernels import bench
 
     gpu = torch.cuda.get_device_name()
     results: list[Row] = []
-    bench.run(_emitter(results))
+    sizes, batches = list(bench.SIZES), list(bench.BATCHES)
+    if args.requests:
+        sizes = [size for size in sizes if size.rows in args.requests]
+        batches = args.requests
+    memory = bench.Memory(bench.Model(), 19000, 8192, torch.device("cuda"))
     about: Row = {
-        "command": "oasiskv bench kernels",
+        "command": f"oasiskv {' '.join(sys.argv[1:])}",
         "gpu": gpu,
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__},
         "model": "36 layers, 8 KV heads of 4 query heads, head_dim 128, block_size 16, budget 128, cap 6, bfloat16",
     }
-    return _write(out, "kernels", gpu, about, results)
+    try:
+        bench.Bench(memory, _emitter(results), args.parts or bench.PARTS).run(sizes, batches, vllm_copies)
+    finally:
+        # What was measured before an error is worth as much as without one.
+        path = _write(args.out, "kernels", gpu, about, results)
+    try:
+        kernel_plots.draw(json.loads(path.read_text()), path.with_suffix(".png"))
+        print(path.with_suffix(".png"))
+    except UnsupportedError as error:
+        print(f"no picture: {error}")
+    return 0
 
 
 def _run_staging(args: argparse.Namespace) -> int:
@@ -114,7 +142,8 @@ def _run_staging(args: argparse.Namespace) -> int:
         | {"python": platform.python_version()},
         "model": f"{bench.NUM_LAYERS} layers, 8 KV heads, head_dim 128, float16; medians",
     }
-    return _write(args.out, "staging", f"{num_cpus} cores", about, results)
+    _write(args.out, "staging", f"{num_cpus} cores", about, results)
+    return 0
 
 
 def _emitter(results: list[Row]) -> Callable[[Row], None]:
@@ -125,13 +154,13 @@ def _emitter(results: list[Row]) -> Callable[[Row], None]:
     return emit
 
 
-def _write(out: Path, suite: str, machine: str, about: Row, results: list[Row]) -> int:
+def _write(out: Path, suite: str, machine: str, about: Row, results: list[Row]) -> Path:
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"{suite}-{today}-{machine.replace(' ', '-').lower()}.json"
     path.write_text(json.dumps({"date": today, **about, "results": results}, indent=1) + "\n")
     print(path)
-    return 0
+    return path
 
 
 def _cpu() -> str:

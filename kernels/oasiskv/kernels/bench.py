@@ -1,8 +1,7 @@
 """A decode step of every operation on one GPU, alone and beside attention and matrix products, in CUDA graphs."""
 
-import itertools
-import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -10,6 +9,7 @@ import torch
 
 from oasiskv.core.host_memory import FP8_SCALE_BYTES, fp8_part_bytes
 from oasiskv.kernels.complete import kernel as complete_kernel
+from oasiskv.kernels.copies import Copy, Limit, Skipped, copies_the_same, copy_engines
 from oasiskv.kernels.foreground import Foreground, Model
 from oasiskv.kernels.fp8 import kernel as fp8_kernel
 from oasiskv.kernels.fp8.reference import write
@@ -17,10 +17,34 @@ from oasiskv.kernels.predict import kernel as predict_kernel
 from oasiskv.kernels.rows import Counter, SummaryLayout, stamp_of
 from oasiskv.kernels.select import kernel as select_kernel
 from oasiskv.kernels.summarize import kernel as summarize_kernel
+from oasiskv.kernels.timing import (
+    Action,
+    capture,
+    copy_rates,
+    measure,
+    measure_beside,
+    measure_launched,
+    measure_together,
+    milliseconds,
+)
 from oasiskv.kernels.transfer import kernel as transfer_kernel
 
-Action = Callable[[int], None]
-"""Does one thing for one layer, on the current stream."""
+__all__ = [
+    "PARTS",
+    "Action",
+    "Bench",
+    "Foreground",
+    "Memory",
+    "Model",
+    "Size",
+    "Step",
+    "capture",
+    "ceilings",
+    "measure",
+    "measure_beside",
+    "measure_together",
+    "milliseconds",
+]
 
 
 class Step:
@@ -33,6 +57,7 @@ class Step:
         num_blocks: Complete blocks of each request.
         kind: Kind of summaries.
         is_fp8: Whether the host holds fp8 units.
+        has_fp8_rows: Whether summary rows are fp8.
     """
 
     def __init__(
@@ -44,11 +69,14 @@ class Step:
         kind: Literal["minmax", "mid"],
         *,
         is_fp8: bool = False,
+        has_fp8_rows: bool = False,
     ) -> None:
         self.model, self.memory, self.num_rows, self.num_blocks = model, memory, num_rows, num_blocks
         self.units = memory.fp8_units if is_fp8 else memory.units
         self.unit_bytes = model.unit_bytes // 2 + FP8_SCALE_BYTES if is_fp8 else model.unit_bytes
-        self.layout = SummaryLayout(kind=kind, block_size=model.block_size, head_dim=model.head_dim)
+        self.layout = SummaryLayout(
+            kind=kind, block_size=model.block_size, head_dim=model.head_dim, is_fp8=has_fp8_rows
+        )
         device, heads, budget = memory.device, model.num_kv_heads, model.budget
         num_pages = self.layout.num_pages(num_blocks)
         places = torch.randperm(len(memory.kv_caches[0]), device=device)[: num_rows * (budget + num_pages)].int()
@@ -60,7 +88,7 @@ class Step:
         rows = [[i, num_blocks, 5, -1, model.max_cap] for i in range(num_rows)]
         self.rows = torch.tensor(rows, dtype=torch.int32, device=device)
         self.queries = [
-            torch.randn(num_rows, heads * model.group, model.head_dim, device=device, dtype=torch.bfloat16)
+            torch.randn(num_rows, heads * model.group, model.head_dim, device=device, dtype=model.dtype)
             for _ in range(model.num_layers)
         ]
         self.blocks = torch.empty(num_rows, heads, budget, dtype=torch.int32, device=device)
@@ -75,6 +103,21 @@ class Step:
         block = torch.randint(num_blocks, (model.num_layers, num_rows, heads, model.max_cap), device=device)
         slot = torch.rand(*state, device=device).argsort(-1)[..., : model.max_cap]
         self.full_plans = torch.stack([block, slot], -1).int()
+        if has_fp8_rows:
+            self._fill_pages()
+
+    def _fill_pages(self) -> None:
+        """Fill the pages with rows of normal numbers: bytes at random would be numbers of every size, and NaN."""
+        layout, caches = self.layout, self.memory.kv_caches
+        for pages in self.page_ids.long():
+            shape = (len(pages), self.model.num_kv_heads, layout.rows_per_page, layout.width)
+            rows = torch.randn(shape, device=pages.device).abs()
+            if layout.kind == "minmax":
+                rows[..., layout.head_dim :] *= -1
+            powers = torch.full(shape[:3], 127, dtype=torch.uint8, device=pages.device)
+            content = torch.cat([rows.to(torch.float8_e4m3fn).view(torch.uint8).flatten(2), powers], -1)
+            for cache in caches:
+                cache.view(torch.uint8).flatten(2)[pages, :, : content.shape[-1]] = content
 
     def reset(self) -> None:
         """Put residency back, so that a repeated step has as much to fetch again."""
@@ -172,8 +215,9 @@ class Step:
     @property
     def predict_bytes(self) -> int:
         """Summary bytes that predict reads in all layers."""
-        model = self.model
-        return model.num_layers * self.num_rows * model.num_kv_heads * self.num_blocks * self.layout.width * 2
+        model, width = self.model, self.layout.width
+        row_bytes = width + 1 if self.layout.is_fp8 else width * self.layout.dtype_bytes
+        return model.num_layers * self.num_rows * model.num_kv_heads * self.num_blocks * row_bytes
 
     @property
     def transfer_bytes(self) -> int:
@@ -193,16 +237,18 @@ class Memory:
     """
 
     def __init__(self, model: Model, num_blocks: int, num_host_blocks: int, device: torch.device) -> None:
-        self.device = device
+        self.model, self.device = model, device
         unit = (model.num_kv_heads, model.block_size, 2 * model.head_dim)
         self.kv_caches = [
-            torch.randn(num_blocks, *unit, device=device, dtype=torch.bfloat16) for _ in range(model.num_layers)
+            torch.randn(num_blocks, *unit, device=device, dtype=model.dtype) for _ in range(model.num_layers)
         ]
         # A few layers of the pool stand for all: the link does not care, and pinning takes time.
         self.units = torch.empty(
-            num_host_blocks, 4, *unit, dtype=torch.bfloat16, pin_memory=device.type == "cuda"
+            num_host_blocks, 4, *unit, dtype=model.dtype, pin_memory=device.type == "cuda"
         )  # fmt: skip
-        self.units.copy_(self.kv_caches[0][0])
+        blocks = torch.arange(num_host_blocks, device=device) % num_blocks
+        for layer in range(4):
+            self.units[:, layer] = self.kv_caches[layer % model.num_layers][blocks].to(self.units.device)
         part_bytes = fp8_part_bytes(model.num_kv_heads, model.block_size, model.head_dim)
         shape = (num_host_blocks, 4, part_bytes)
         self.fp8_units = torch.zeros(shape, dtype=torch.uint8, pin_memory=device.type == "cuda")
@@ -211,244 +257,193 @@ class Memory:
         self.any_ids = torch.randperm(num_blocks, device=device).int()
 
 
-def _stream(priority: int = 0) -> torch.cuda.Stream:
-    return torch.cuda.Stream(priority=priority)  # type: ignore[no-untyped-call]
-
-
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-
-
-def capture(action: Callable[[], None], stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
-    """Capture work into a graph after a warm-up that compiles its kernels."""
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        action()
-        action()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        action()
-    return graph
-
-
-def milliseconds(
-    graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, before: Callable[[], None] | None = None, repeats: int = 12
-) -> float:
-    """Return the median time of a replay; `before` runs untimed ahead of each."""
-    times = []
-    with torch.cuda.stream(stream):
-        for i in range(repeats + 3):
-            if before is not None:
-                before()
-            start, end = _event(), _event()
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            if i >= 3:
-                times.append(start.elapsed_time(end))
-    return float(statistics.median(times))
-
-
-def measure(
-    actions: Sequence[Action], num_layers: int, before: Callable[[], None] | None = None, repeats: int = 12
-) -> float:
-    """Return the milliseconds that actions take in all layers, one after the other, in one graph."""
-
-    def all_layers() -> None:
-        for layer in range(num_layers):
-            for action in actions:
-                action(layer)
-
-    stream = _stream()
-    return milliseconds(capture(all_layers, stream), stream, before, repeats)
-
-
-def measure_together(
-    foreground: Foreground,
-    compute: Sequence[Action],
-    copies: Sequence[Action],
-    before: Callable[[], None] | None = None,
-) -> float:
-    """Return the milliseconds of a step: each layer of the foreground starts its background on two other streams.
-
-    `compute` comes before `copies` within a layer, each on a stream of its own; the step ends when all have ended.
-    """
-    main, side, link = _stream(), _stream(), _stream(priority=-1)
-
-    def step() -> None:
-        for layer in range(foreground.model.num_layers):
-            foreground.layer(layer)
-            if compute:
-                side.wait_stream(main)
-                with torch.cuda.stream(side):
-                    for action in compute:
-                        action(layer)
-            if copies:
-                link.wait_stream(side if compute else main)
-                with torch.cuda.stream(link):
-                    for action in copies:
-                        action(layer)
-        for stream in (side, link) if compute and copies else (side,) if compute else (link,) if copies else ():
-            main.wait_stream(stream)
-
-    return milliseconds(capture(step, main), main, before)
-
-
-def measure_beside(
-    foreground: torch.cuda.CUDAGraph, background: Sequence[Action], num_layers: int
-) -> tuple[float, float]:
-    """Return the milliseconds of a foreground step beside a background that never pauses, and of a background step."""
-    main, side = _stream(), _stream(priority=-1)
-
-    def all_layers() -> None:
-        for layer in range(num_layers):
-            for action in background:
-                action(layer)
-
-    graph = capture(all_layers, side)
-    alone = milliseconds(graph, side, repeats=4)
-    own = milliseconds(foreground, main, repeats=4)
-    torch.cuda.synchronize()
-    steps = 8
-    marks = [_event() for _ in range(steps + 1)]
-    turns = [_event() for _ in range(int(2.5 * steps * own / alone) + 3)]
-    with torch.cuda.stream(side):
-        for turn in turns:
-            turn.record()
-            graph.replay()
-    with torch.cuda.stream(main):
-        for mark in marks[:-1]:
-            mark.record()
-            foreground.replay()
-        marks[-1].record()
-    torch.cuda.synchronize()
-    times = [a.elapsed_time(b) for a, b in itertools.pairwise(marks[1:])]
-    during = [a.elapsed_time(b) for a, b in itertools.pairwise(turns[1:])][: max(1, len(turns) // 3)]
-    return statistics.median(times), statistics.median(during)
-
-
 def ceilings(memory: Memory) -> dict[str, float]:
     """Return what the memory and the link give to plain copies, in GB/s."""
-    big, other = (torch.randn(2**31, device=memory.device, dtype=torch.bfloat16) for _ in range(2))
-    host = torch.empty(2**29, dtype=torch.bfloat16, pin_memory=True)
-    part = big[: 2**29]
-    size, link = big.numel() * 2, host.numel() * 2
-
-    def rate(action: Callable[[], object], num_bytes: int) -> float:
-        stream = _stream()
-        times = []
-        with torch.cuda.stream(stream):
-            for _ in range(6):
-                start, end = _event(), _event()
-                start.record()
-                action()
-                end.record()
-                end.synchronize()
-                times.append(start.elapsed_time(end))
-        return num_bytes / float(statistics.median(times[1:])) / 1e6
-
-    found = {
-        "hbm_copy_gbps": rate(lambda: other.copy_(big), 2 * size),
-        "host_to_device_gbps": rate(lambda: part.copy_(host, non_blocking=True), link),
-        "device_to_host_gbps": rate(lambda: host.copy_(part, non_blocking=True), link),
-    }
-    return found
+    return copy_rates(memory.device)
 
 
-SIZES: tuple[tuple[int, int, Literal["minmax", "mid"]], ...] = (
-    (1, 1024, "minmax"),
-    (16, 1024, "minmax"),
-    (40, 1024, "minmax"),
-    (96, 256, "minmax"),
-    (96, 1024, "minmax"),
-    (96, 1024, "mid"),
-    (8, 8192, "minmax"),
-    (1, 8192, "minmax"),
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """What an operation is measured at."""
+
+    rows: int
+    """Requests."""
+    blocks: int
+    """Complete blocks of each."""
+    kind: Literal["minmax", "mid"] = "minmax"
+    """Kind of summaries."""
+    has_fp8_rows: bool = False
+    """Whether those are fp8."""
+
+
+SIZES = (
+    *(Size(rows=rows, blocks=1024) for rows in (1, 16, 40, 96)),
+    Size(rows=96, blocks=256),
+    Size(rows=96, blocks=1024, kind="mid"),
+    *(Size(rows=rows, blocks=8192) for rows in (1, 8)),
+    *(Size(rows=rows, blocks=1024, has_fp8_rows=True) for rows in (1, 40, 96)),
+    Size(rows=96, blocks=1024, kind="mid", has_fp8_rows=True),
+    *(Size(rows=rows, blocks=8192, has_fp8_rows=True) for rows in (1, 8)),
 )
-"""(requests, complete blocks of each, kind of summaries) to measure each operation at."""
 
-FOREGROUNDS = (1, 16, 40, 96)
+BATCHES = (1, 16, 40, 96)
 """Requests of the batches whose whole step is measured, at 1,024 blocks each."""
 
+PARTS = ("predict", "select", "transfer", "store", "complete", "summarize", "round_blocks", "others", "beside")
+"""What can be measured by itself: an operation alone, the copies of others, and all beside a foreground."""
 
-def run(emit: Callable[[dict[str, object]], None]) -> None:
-    """Measure everything on the current CUDA device.
+
+class Bench:
+    """One run on the device of a memory.
 
     Args:
+        memory: Made for the largest batch.
         emit: Takes one row of results at a time: `op`, sizes, `ms` of all layers together, `bytes`, `gbps`, and `share`
             of the ceiling that plain copies reached in this run.
+        parts: Of `PARTS`.
     """
-    model, device = Model(), torch.device("cuda")
-    memory = Memory(model, 19000, 8192, device)
-    ceiling = ceilings(memory)
-    emit({"op": "ceilings", **ceiling})
 
-    def say(op: str, step: Step, ms: float, num_bytes: int, limit: str) -> None:
-        sizes = {"rows": step.num_rows, "blocks": step.num_blocks, "kind": step.layout.kind}
+    def __init__(self, memory: Memory, emit: Callable[[dict[str, object]], None], parts: Sequence[str] = PARTS) -> None:
+        self.memory, self.model, self._emit, self._parts = memory, memory.model, emit, parts
+        self._ceiling = ceilings(memory)
+        emit({"op": "ceilings", **self._ceiling})
+
+    def run(
+        self,
+        sizes: Iterable[Size] = SIZES,
+        batches: Iterable[int] = BATCHES,
+        others: Callable[[Step], Iterable[Copy | Skipped]] | None = None,
+    ) -> None:
+        """Measure.
+
+        Args:
+            sizes: Of single operations.
+            batches: Requests of whole steps.
+            others: Gives what other projects copy a step's plan with.
+        """
+        for size in sizes:
+            self._alone(size)
+        for rows in batches:
+            step = self._step(Size(rows=rows, blocks=1024))
+            if "others" in self._parts:
+                for copy in (*copy_engines(step), *(others(step) if others is not None else ())):
+                    self._copy(step, copy)
+            if "beside" in self._parts:
+                self._beside(step)
+                self._beside(self._step(Size(rows=rows, blocks=1024), is_fp8=True))
+
+    def _step(self, size: Size, *, is_fp8: bool = False) -> Step:
+        sizes = self.model, self.memory, size.rows, size.blocks, size.kind
+        return Step(*sizes, is_fp8=is_fp8, has_fp8_rows=size.has_fp8_rows)
+
+    def _say(self, op: str, step: Step, ms: float, num_bytes: int, limit: Limit, **more: object) -> None:
+        kind = step.layout.kind + ("-fp8" if step.layout.is_fp8 else "")
+        sizes = {"rows": step.num_rows, "blocks": step.num_blocks, "kind": kind}
         gbps = num_bytes / ms / 1e6
-        share = round(gbps / ceiling[limit], 3)
-        emit({"op": op, **sizes, "ms": round(ms, 3), "bytes": num_bytes, "gbps": round(gbps, 1), "share": share})
+        found = {"ms": round(ms, 3), "bytes": num_bytes, "gbps": round(gbps, 1)}
+        self._emit({"op": op, **sizes, **found, "share": round(gbps / self._ceiling[limit], 3), **more})
 
-    for rows, blocks, kind in SIZES:
-        step = Step(model, memory, rows, blocks, kind)
-        layers, unit = model.num_layers, model.unit_bytes * model.num_kv_heads
-        copied = [("", step), ("-fp8", Step(model, memory, rows, blocks, kind, is_fp8=True))]
-        say("predict", step, measure([step.predict], layers), step.predict_bytes, "hbm_copy_gbps")
-        step.predict(0)
-        say("select", step, measure([step.select], layers, step.reset), 0, "hbm_copy_gbps")
-        for name, one in copied if kind == "minmax" and blocks == 1024 else ():
-            say(f"transfer{name}", one, measure([one.transfer], layers), one.transfer_bytes, "host_to_device_gbps")
-            say(f"store{name}", one, measure([one.store], layers), one.transfer_bytes, "device_to_host_gbps")
-            some = one.finished(model.block_size)
-            finished = layers * model.num_kv_heads * one.unit_bytes * len(range(0, rows, model.block_size))
-            ms = measure([partial(one.complete, rows=some)], layers, one.reset)
-            say(f"complete{name}", one, ms, finished, "device_to_host_gbps")
-        if rows == 1:
-            ms = measure([step.summarize], layers)
-            say("summarize", step, ms, layers * blocks * unit // 2, "hbm_copy_gbps")
-            say("round_blocks", step, measure([step.round_blocks], layers), layers * blocks * unit * 2, "hbm_copy_gbps")
-
-    for rows in FOREGROUNDS:
+    def _alone(self, size: Size) -> None:
+        """Measure operations one by one."""
+        step, layers, model = self._step(size), self.model.num_layers, self.model
+        if "predict" in self._parts:
+            self._say("predict", step, measure([step.predict], layers), step.predict_bytes, "hbm_copy_gbps")
+        if "select" in self._parts and not size.has_fp8_rows:
+            step.predict(0)
+            self._say("select", step, measure([step.select], layers, step.reset), 0, "hbm_copy_gbps")
+        if size.rows == 1:
+            block_bytes = layers * size.blocks * model.unit_bytes * model.num_kv_heads
+            if "summarize" in self._parts:
+                ms = measure([step.summarize], layers)
+                self._say("summarize", step, ms, block_bytes // 2, "hbm_copy_gbps")
+            if "round_blocks" in self._parts:
+                ms = measure([step.round_blocks], layers)
+                self._say("round_blocks", step, ms, 2 * block_bytes, "hbm_copy_gbps")
+        if size.kind == "mid" or size.blocks != 1024 or size.has_fp8_rows:
+            return
         for is_fp8 in (False, True):
-            run_beside(Step(model, memory, rows, 1024, "minmax", is_fp8=is_fp8), ceiling, emit)
+            one, suffix = self._step(size, is_fp8=is_fp8), "-fp8" if is_fp8 else ""
+            finished = len(range(0, size.rows, model.block_size))
+            complete = partial(one.complete, rows=one.finished(model.block_size))
+            completed_bytes = layers * model.num_kv_heads * one.unit_bytes * finished
+            jobs: tuple[tuple[str, Action, int, Limit], ...] = (
+                ("transfer", one.transfer, one.transfer_bytes, "host_to_device_gbps"),
+                ("store", one.store, one.transfer_bytes, "device_to_host_gbps"),
+                ("complete", complete, completed_bytes, "device_to_host_gbps"),
+            )
+            for name, action, moved, limit in jobs:
+                if name in self._parts:
+                    self._say(name + suffix, one, measure([action], layers, one.reset), moved, limit)
+
+    def _copy(self, step: Step, copy: Copy | Skipped) -> None:
+        """Measure the copies of others, if they copy the right bytes."""
+        try:
+            reason = copy.reason if isinstance(copy, Skipped) else self._why_not(step, copy)
+        except RuntimeError as error:
+            reason = f"it failed: {error}"
+        if reason is not None:
+            self._emit({"op": copy.name, "rows": step.num_rows, "skipped": reason})
+
+    def _why_not(self, step: Step, copy: Copy) -> str | None:
+        """Measure a copy, or say why that makes no sense."""
+        if not copies_the_same(step, copy):
+            return "it copied other bytes"
+        if copy.is_captured:
+            ms = measure([copy.action], copy.num_layers, repeats=5)
+        else:
+            ms = measure_launched(copy.action, copy.num_layers)
+        more = {"layers": copy.num_layers, "launched": "in a graph" if copy.is_captured else "one by one"}
+        self._say(copy.name, step, ms, copy.num_bytes, copy.limit, **more)
+        return None
+
+    def _beside(self, step: Step) -> None:
+        """Measure a batch's foreground alone, with each background operation, and with all of them.
+
+        Emits `step_ms` of a step with one round of the operation in it, `step_slowdown` by it, and of single operations
+        also `slowdown`: of the foreground while they run without a pause; for copies `gbps`, what they reach then. What
+        predict costs beyond the time of its bytes is `beyond_share_of_bytes`.
+        """
+        foreground = Foreground(self.model, step.num_rows, self.memory.device)
+        layers, sizes = self.model.num_layers, {"rows": step.num_rows, "blocks": step.num_blocks}
+        graph, alone = foreground_graph(foreground)
+        is_fp8 = step.units is not step.memory.units
+        suffix = "-fp8" if is_fp8 else ""
+        self._emit({"op": "foreground", **sizes, "step_ms": round(alone, 3)})
+        compute = (step.predict, step.select)
+        complete = partial(step.complete, rows=step.finished(self.model.block_size))
+        jobs: dict[str, tuple[tuple[Action, ...], tuple[Action, ...]]] = {
+            "predict": ((step.predict,), ()),
+            "select": ((step.select,), ()),
+            "predict+select": (compute, ()),
+            "summarize": ((step.summarize,), ()),
+            f"complete{suffix}": ((complete,), ()),
+            f"transfer{suffix}": ((), (step.transfer,)),
+            f"store{suffix}": ((), (step.store,)),
+            f"predict+select+transfer{suffix}": (compute, (step.transfer,)),
+        }
+        share_ms = step.predict_bytes / self._ceiling["hbm_copy_gbps"] / 1e6
+        for name, (first, then) in jobs.items():
+            if is_fp8 and suffix not in name:
+                continue
+            ms = measure_together(foreground, first, then, step.reset)
+            found = {"step_ms": round(ms, 3), "step_slowdown": round(ms / alone - 1, 3)}
+            if "predict" in name and not then:
+                found["beyond_share_of_bytes"] = round((ms - alone - share_ms) / alone, 3)
+            if not (first and then):
+                beside, own = measure_beside(graph, (*first, *then), layers)
+                found["slowdown"] = round(beside / alone - 1, 3)
+                if then:
+                    found["gbps"] = round(step.transfer_bytes / own / 1e6, 1)
+            self._emit({"op": f"foreground+{name}", **sizes, **found})
 
 
-def run_beside(step: Step, ceiling: dict[str, float], emit: Callable[[dict[str, object]], None]) -> None:
-    """Measure a batch's foreground alone and with each background operation, and the whole step.
-
-    Args:
-        step: The batch.
-        ceiling: What `ceilings` returned.
-        emit: Takes one row of results at a time: `step_ms` of a step with one round of the background in it; for the
-            copies `slowdown` of the foreground while they run without a pause, and the `gbps` they reach then.
-    """
-    foreground = Foreground(step.model, step.num_rows, step.memory.device)
-    layers, stream = step.model.num_layers, _stream()
+def foreground_graph(foreground: Foreground) -> tuple[torch.cuda.CUDAGraph, float]:
+    """Return a graph of a whole step of the foreground, and its milliseconds."""
 
     def all_layers() -> None:
-        for layer in range(layers):
+        for layer in range(foreground.model.num_layers):
             foreground.layer(layer)
 
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     graph = capture(all_layers, stream)
-    alone = milliseconds(graph, stream)
-    sizes = {"rows": step.num_rows, "blocks": step.num_blocks}
-    emit({"op": "foreground", **sizes, "step_ms": round(alone, 3)})
-    share_ms = step.predict_bytes / ceiling["hbm_copy_gbps"] / 1e6
-    compute = (step.predict, step.select)
-    ms = measure_together(foreground, compute, (), step.reset)
-    beyond = round((ms - alone - share_ms) / alone, 3)
-    emit({"op": "foreground+predict+select", **sizes, "step_ms": round(ms, 3), "beyond_share_of_bytes": beyond})
-    suffix = "" if step.units is step.memory.units else "-fp8"
-    for name, action in ((f"transfer{suffix}", step.transfer), (f"store{suffix}", step.store)):
-        ms = measure_together(foreground, (), (action,))
-        beside, own = measure_beside(graph, (action,), layers)
-        found = {
-            "step_ms": round(ms, 3),
-            "slowdown": round(beside / alone - 1, 3),
-            "gbps": round(step.transfer_bytes / own / 1e6, 1),
-        }
-        emit({"op": f"foreground+{name}", **sizes, **found})
-    ms = measure_together(foreground, compute, (step.transfer,), step.reset)
-    emit({"op": f"foreground+predict+select+transfer{suffix}", **sizes, "step_ms": round(ms, 3)})
+    return graph, milliseconds(graph, stream)

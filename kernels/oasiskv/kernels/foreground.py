@@ -18,10 +18,12 @@ class Model:
     max_cap: int = 6
     hidden: int = 4096
     intermediate: int = 12288
+    dtype: torch.dtype = torch.bfloat16
+    """Of 16 bits."""
 
     @property
     def unit_bytes(self) -> int:
-        """Bytes of one (layer, block, KV head), in 16-bit numbers."""
+        """Bytes of one (layer, block, KV head)."""
         return self.block_size * 2 * self.head_dim * 2
 
 
@@ -41,7 +43,7 @@ class Foreground:
 
         def weights(rows: int, columns: int) -> list[torch.Tensor]:
             shape = (model.num_layers, rows, columns)
-            return list((torch.randn(shape, device=device, dtype=torch.bfloat16) * 0.01).unbind())
+            return list((torch.randn(shape, device=device, dtype=model.dtype) * 0.01).unbind())
 
         self._qkv = weights(sum(self._sizes), model.hidden)
         self._out = weights(model.hidden, model.group * width)
@@ -49,9 +51,9 @@ class Foreground:
         self._down = weights(model.hidden, model.intermediate)
         tokens = (model.budget + 1) * model.block_size
         shape = (num_rows, model.num_kv_heads, tokens, model.head_dim)
-        self._keys = [torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(model.num_layers)]
-        self._values = [torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(model.num_layers)]
-        self.hidden = torch.randn(2 * num_rows, model.hidden, device=device, dtype=torch.bfloat16)
+        self._keys = [torch.randn(shape, device=device, dtype=model.dtype) for _ in range(model.num_layers)]
+        self._values = [torch.randn(shape, device=device, dtype=model.dtype) for _ in range(model.num_layers)]
+        self.hidden = torch.randn(2 * num_rows, model.hidden, device=device, dtype=model.dtype)
 
     def layer(self, layer: int) -> None:
         """Run one layer in place."""
