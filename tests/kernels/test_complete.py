@@ -9,7 +9,17 @@ from oasiskv.core.errors import ConfigError
 from oasiskv.kernels.complete import complete
 from oasiskv.kernels.fp8.reference import narrow, views, widen
 from oasiskv.kernels.rows import FRESH, Counter, stamp_of
-from oasiskv.kernels.testing import Shape, counters, distinct, fp8_row, generator, host_units, numbers, step_rows
+from oasiskv.kernels.testing import (
+    Shape,
+    counters,
+    distinct,
+    far,
+    fp8_row,
+    generator,
+    host_units,
+    numbers,
+    step_rows,
+)
 
 SHAPES = [
     Shape(block_size=16, head_dim=64, num_kv_heads=1, budget=5),
@@ -21,6 +31,7 @@ SHAPES = [
     Shape(block_size=16, head_dim=64, num_kv_heads=2, budget=5, has_fp8_rows=True),
     Shape(block_size=32, head_dim=96, num_kv_heads=1, budget=5, kind="mid", has_fp8_rows=True),
     Shape(block_size=16, head_dim=128, num_kv_heads=1, budget=8, is_fp8=True, has_fp8_rows=True),
+    Shape(block_size=64, head_dim=256, num_kv_heads=1, budget=3, is_fp8=True, has_fp8_rows=True),
 ]
 WRITTEN = ("kv_cache", "units", "resident", "stamp", "counters")
 
@@ -138,6 +149,37 @@ def test_the_finished_block_may_become_the_page_of_its_own_summary(
 ) -> None:
     shape = Shape(kind=kind, num_kv_heads=2, device=device, has_fp8_rows=has_fp8_rows)
     check(implementation, a_step(shape, [block], seed=2, page_is_source=True))
+
+
+def test_the_last_block_of_a_long_context(implementation: str, device: str) -> None:
+    shape = Shape(num_kv_heads=1, head_dim=16, num_layers=2, max_blocks=8192, device=device, dtype=torch.float16)
+    check(implementation, a_step(shape, [8191, 0], seed=7))
+
+
+@pytest.mark.parametrize("is_fp8", [False, True])
+@pytest.mark.parametrize("where", ["kv_cache", "units"])
+def test_offsets_past_four_gigabytes(implementation: str, device: str, where: str, is_fp8: bool) -> None:
+    shape = Shape(num_kv_heads=2, device=device, dtype=torch.float16, is_fp8=is_fp8, has_fp8_rows=is_fp8)
+    arguments = a_step(shape, [39, None, -1, 16], seed=8)
+    wanted = oracle(arguments)
+    longer, move = far(arguments[where])
+    moved = {where: longer}
+    if where == "units":
+        moved["host_table"] = arguments["host_table"] + move
+    else:
+        moved |= {name: arguments[name] + move for name in ("slot_ids", "page_ids")}
+        moved["rows"] = arguments["rows"].clone()
+        moved["rows"][:, 3] += torch.where(arguments["rows"][:, 3] < 0, 0, move)
+    import_module(f"oasiskv.kernels.complete.{implementation}").complete(**(arguments | moved))
+    if device != "cpu":
+        torch.cuda.synchronize()
+    got = arguments | {where: longer[move:]}
+    for name in WRITTEN:
+        first, second = (part.cpu().contiguous().view(torch.uint8) for part in (got[name], wanted[name]))
+        if name == "kv_cache" and is_fp8:
+            # But for the sign of a zero.
+            first, second = torch.where(first == 128, 0, first), torch.where(second == 128, 0, second)
+        assert torch.equal(first, second), name
 
 
 @pytest.mark.parametrize("num_sinks", [0, 2, 20, 40])

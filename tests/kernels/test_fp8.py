@@ -10,7 +10,17 @@ import torch
 from oasiskv.core.errors import ConfigError
 from oasiskv.kernels.fp8 import round_blocks
 from oasiskv.kernels.fp8.reference import narrow, views, widen
-from oasiskv.kernels.testing import FP8_NUMBERS, Shape, distinct, generator, host_units, nearest, number_of, numbers
+from oasiskv.kernels.testing import (
+    FP8_NUMBERS,
+    Shape,
+    distinct,
+    far,
+    generator,
+    host_units,
+    nearest,
+    number_of,
+    numbers,
+)
 
 SHAPES = [
     Shape(block_size=16, head_dim=64, num_kv_heads=1),
@@ -100,6 +110,17 @@ def test_only_the_named_blocks_are_rounded(implementation: str, dtype: torch.dty
         wanted[block] = widen(*narrow(wanted[block]), dtype)
     import_module(f"oasiskv.kernels.fp8.{implementation}").round_blocks(cache, ids)
     assert torch.equal(cache.cpu(), wanted)
+
+
+def test_offsets_past_four_gigabytes(implementation: str, device: str) -> None:
+    shape, random = Shape(device=device, dtype=torch.float16), generator(4)
+    cache, ids = numbers((5, *shape.unit), random, shape), distinct(2, 5, random, device)
+    longer, move = far(cache)
+    module = import_module(f"oasiskv.kernels.fp8.{implementation}")
+    module.round_blocks(longer, ids + move)
+    assert not torch.equal(longer[move:], cache)
+    module.round_blocks(cache, ids)
+    assert torch.equal(longer[move:], cache)
 
 
 def test_no_block_is_no_work(implementation: str, device: str) -> None:

@@ -97,7 +97,9 @@ def oracle(step: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("budget", "block_size", "rows_per_page"), [(4, 16, 16), (3, 32, 64), (128, 16, 16)], ids=["small", "mid", "real"]
+    ("budget", "block_size", "rows_per_page"),
+    [(4, 16, 16), (3, 32, 64), (128, 16, 16), (2048, 64, 127)],
+    ids=["small", "mid", "real", "long"],
 )
 @pytest.mark.parametrize("kinds", ["", "s", "f", "d", "p", "pdsfsfdp", "ffff"])
 def test_plan_gives_every_row_its_place_its_query_and_its_blocks(

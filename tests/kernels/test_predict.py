@@ -9,7 +9,17 @@ import torch
 from oasiskv.core.errors import ConfigError
 from oasiskv.kernels.predict import predict
 from oasiskv.kernels.rows import SummaryLayout
-from oasiskv.kernels.testing import POISON, TOLERANCE, Shape, distinct, generator, number_of, numbers, step_rows
+from oasiskv.kernels.testing import (
+    POISON,
+    TOLERANCE,
+    Shape,
+    distinct,
+    far,
+    generator,
+    number_of,
+    numbers,
+    step_rows,
+)
 
 NEGATIVE = float("-inf")
 
@@ -142,6 +152,8 @@ SHAPES = [
     Shape(group=3, num_kv_heads=2, block_size=16, head_dim=64, budget=6, has_fp8_rows=True),
     Shape(group=8, num_kv_heads=1, block_size=16, head_dim=256, budget=5, has_fp8_rows=True),
     Shape(group=4, num_kv_heads=2, block_size=16, head_dim=96, budget=9, kind="mid", has_fp8_rows=True),
+    Shape(group=1, num_kv_heads=1, block_size=32, head_dim=128, budget=5, has_fp8_rows=True),
+    Shape(group=2, num_kv_heads=1, block_size=64, head_dim=64, budget=5, has_fp8_rows=True, max_blocks=130),
 ]
 
 
@@ -156,6 +168,13 @@ def test_the_best_blocks_are_found_exactly_though_many_are_equal(
 ) -> None:
     shape = replace(base, device=device, dtype=dtype)
     arguments = a_step(shape, [40, None, 0, 1, base.budget], seed=1) | {"reduction": reduction}
+    run(implementation, arguments)
+    assert_exact(arguments)
+
+
+@pytest.mark.parametrize("lengths", [[], [None], [0], [1]])
+def test_no_request_no_block_or_one(implementation: str, device: str, lengths: list[int | None]) -> None:
+    arguments = a_step(Shape(device=device), lengths, seed=12)
     run(implementation, arguments)
     assert_exact(arguments)
 
@@ -295,18 +314,13 @@ def test_among_equals_the_lowest_blocks_win(implementation: str, device: str, va
     assert [block for block, _ in found(arguments, 0, 0)] == [0, 1, 2, 3, 4]
 
 
-def test_offsets_past_four_gigabytes(implementation: str, device: str) -> None:
-    shape = Shape(num_kv_heads=1, head_dim=128, kind="mid", device=device, dtype=torch.float16)
+@pytest.mark.parametrize("has_fp8_rows", [False, True])
+def test_offsets_past_four_gigabytes(implementation: str, device: str, has_fp8_rows: bool) -> None:
+    shape = Shape(num_kv_heads=2, device=device, dtype=torch.float16, has_fp8_rows=has_fp8_rows)
     arguments = a_step(shape, [40], seed=8)
-    far = torch.empty(1_050_000, *shape.unit, dtype=shape.dtype, device=device)
-    ids = torch.tensor([[1_049_999, 1_048_577]], dtype=torch.int32, device=device).repeat(len(arguments["query"]), 1)
-    request = arguments["rows"][0, 0].long()
-    far[ids[0].long()] = arguments["pages"][arguments["page_ids"][request].long()]
-    arguments |= {"pages": far, "page_ids": ids}
-    plain = arguments | {"blocks": arguments["blocks"].clone(), "scores": arguments["scores"].clone()}
-    run("reference", plain)
-    run(implementation, arguments)
-    assert found(arguments, 0, 0) == found(plain, 0, 0)
+    longer, move = far(arguments["pages"])
+    run(implementation, arguments | {"pages": longer, "page_ids": arguments["page_ids"] + move})
+    assert_exact(arguments)
 
 
 @pytest.mark.parametrize(

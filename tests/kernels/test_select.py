@@ -112,6 +112,15 @@ def test_working_sets_of_ordinary_size(implementation: str, device: str, budget:
     assert_as(wanted, arguments)
 
 
+@pytest.mark.parametrize("predicted", [[], [None], [0]])
+def test_nothing_predicted_fetches_nothing(implementation: str, device: str, predicted: list[int | None]) -> None:
+    arguments = a_step(Shape(budget=5, max_blocks=8192, device=device), predicted, seed=6, cap=2, max_cap=2)
+    wanted = oracle(arguments)
+    run(implementation, arguments)
+    assert_as(wanted, arguments)
+    assert (arguments["plan"] == -1).all()
+
+
 def test_steps_far_into_a_long_run_keep_their_order(implementation: str, device: str) -> None:
     shape = Shape(budget=8, max_blocks=20, device=device)
     arguments = a_step(shape, [8, 8], seed=3, cap=8, max_cap=8)

@@ -7,7 +7,7 @@ import torch
 from oasiskv.core.errors import ConfigError
 from oasiskv.kernels.rows import SummaryLayout
 from oasiskv.kernels.summarize import summarize
-from oasiskv.kernels.testing import POISON, Shape, distinct, generator, numbers
+from oasiskv.kernels.testing import POISON, Shape, distinct, far, generator, numbers
 
 SHAPES = [
     Shape(block_size=16, head_dim=64, num_kv_heads=1),
@@ -74,6 +74,51 @@ def test_pages_may_lie_in_the_cache_itself(implementation: str, device: str) -> 
     module = import_module(f"oasiskv.kernels.summarize.{implementation}")
     module.summarize(cache, block_ids, cache, page_ids, 0, shape.layout)
     assert torch.equal(cache.cpu(), wanted)
+
+
+def test_what_is_not_written_stays_nan(implementation: str, device: str) -> None:
+    shape, random = Shape(device=device), generator(3)
+    cache, ids = numbers((9, *shape.unit), random, shape), distinct(9, 9, random, device)
+    module = import_module(f"oasiskv.kernels.summarize.{implementation}")
+    pages = torch.full((2, *shape.unit), float("nan"), device=device)
+    module.summarize(cache, ids, pages, ids[:2] % 2, 4, shape.layout)
+    wanted = oracle(cache, ids.tolist(), torch.full(pages.shape, float("nan")), (ids[:2] % 2).tolist(), 4, shape.layout)
+    assert torch.equal(pages.cpu().view(torch.int32), wanted.view(torch.int32))
+
+
+def test_a_long_prompt_in_one_call(implementation: str, device: str) -> None:
+    shape, random = Shape(num_kv_heads=1, head_dim=16, device=device, dtype=torch.float16), generator(4)
+    # All of it, or its end where an interpreter takes milliseconds for a few blocks.
+    count = 40 if implementation == "kernel" and device == "cpu" else 8192
+    cache, page_ids = numbers((64, *shape.unit), random, shape), distinct(512, 512, random, device)
+    block_ids = torch.randint(0, 64, (count,), generator=random).int().to(device)
+    pages = torch.zeros(512, *shape.unit, dtype=shape.dtype, device=device)
+    module = import_module(f"oasiskv.kernels.summarize.{implementation}")
+    module.summarize(cache, block_ids, pages, page_ids, 8192 - count, shape.layout)
+    found = pages[page_ids.long()].view(8192, 2, 16)
+    keys = cache[block_ids.long(), 0, :, :16]
+    assert torch.equal(found[8192 - count :], torch.stack([keys.amax(1), keys.amin(1)], 1))
+    assert not found[: 8192 - count].any()
+
+
+@pytest.mark.parametrize("has_fp8_rows", [False, True])
+@pytest.mark.parametrize("where", ["kv_cache", "pages"])
+def test_offsets_past_four_gigabytes(implementation: str, device: str, where: str, has_fp8_rows: bool) -> None:
+    shape = Shape(num_kv_heads=2, device=device, dtype=torch.float16, has_fp8_rows=has_fp8_rows)
+    random = generator(6)
+    cache, pages = numbers((9, *shape.unit), random, shape), torch.zeros(3, *shape.unit, dtype=shape.dtype)
+    pages, block_ids, page_ids = pages.to(device), distinct(9, 9, random, device), distinct(2, 3, random, device)
+    module = import_module(f"oasiskv.kernels.summarize.{implementation}")
+    wanted = pages.clone()
+    module.summarize(cache, block_ids, wanted, page_ids, 0, shape.layout)
+    longer, move = far(cache if where == "kv_cache" else pages)
+    if where == "kv_cache":
+        module.summarize(longer, block_ids + move, pages, page_ids, 0, shape.layout)
+    else:
+        module.summarize(cache, block_ids, longer, page_ids + move, 0, shape.layout)
+        pages = longer[move:]
+    assert torch.equal(pages.view(torch.uint8), wanted.view(torch.uint8))
+    assert wanted.any()
 
 
 def test_the_bound_holds_for_every_stored_key(device: str, dtype: torch.dtype) -> None:

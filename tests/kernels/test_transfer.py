@@ -8,7 +8,7 @@ import torch
 from oasiskv.core.errors import ConfigError
 from oasiskv.kernels.fp8 import round_blocks
 from oasiskv.kernels.fp8.reference import narrow, views, widen
-from oasiskv.kernels.testing import Shape, distinct, generator, host_units, numbers, step_rows
+from oasiskv.kernels.testing import Shape, distinct, far, generator, host_units, numbers, step_rows
 from oasiskv.kernels.transfer import store, transfer
 
 SHAPES = [
@@ -19,6 +19,7 @@ SHAPES = [
     Shape(block_size=16, head_dim=64, num_kv_heads=1, is_fp8=True),
     Shape(block_size=32, head_dim=96, num_kv_heads=3, is_fp8=True),
     Shape(block_size=16, head_dim=128, num_kv_heads=8, is_fp8=True),
+    Shape(block_size=64, head_dim=256, num_kv_heads=1, is_fp8=True),
 ]
 
 
@@ -134,6 +135,54 @@ def test_offsets_past_four_gigabytes(implementation: str, device: str, where: st
     run(implementation, arguments | {near: far, table: arguments[table] + move})
     got = far[move:] if where == "kv_cache" else arguments["kv_cache"]
     assert torch.equal(got.cpu(), wanted)
+
+
+def test_blocks_at_both_ends_of_a_long_context(implementation: str, device: str) -> None:
+    shape = Shape(num_kv_heads=1, head_dim=16, num_layers=1, device=device, dtype=torch.float16)
+    arguments = a_plan(shape, [2, 2], seed=6, max_cap=2) | {"layer": 0}
+    arguments["units"] = host_units(3 * 8192, shape, generator(7))
+    arguments["host_table"] = distinct(3 * 8192, 3 * 8192, generator(8), device).view(3, 8192)
+    arguments["plan"][:, :, :, 0] = torch.tensor([0, 8191], dtype=torch.int32)
+    wanted = oracle(arguments)
+    run(implementation, arguments)
+    assert torch.equal(arguments["kv_cache"].cpu(), wanted)
+
+
+def test_bytes_arrive_as_they_are_over_nan_and_leave_the_rest_nan(implementation: str, device: str) -> None:
+    shape = Shape(device=device, dtype=torch.float16)
+    arguments = a_plan(shape, [2, None, 3], seed=8, max_cap=3)
+    arguments["kv_cache"].fill_(float("nan"))
+    units = arguments["units"].view(torch.int16)
+    # Any 16 bits, NaN with payloads among them.
+    units.copy_(torch.randint(-(2**15), 2**15, units.shape, generator=generator(9)))
+    wanted = oracle(arguments)
+    run(implementation, arguments)
+    assert torch.equal(arguments["kv_cache"].cpu().view(torch.int16), wanted.view(torch.int16))
+    back, ids = torch.zeros_like(arguments["units"]), torch.arange(5, dtype=torch.int32, device=device)
+    back = back if device == "cpu" else back.pin_memory()
+    import_module(f"oasiskv.kernels.transfer.{implementation}").store(arguments["kv_cache"], ids, back, 1, ids)
+    if device != "cpu":
+        torch.cuda.synchronize()
+    assert torch.equal(back[:5, 1].view(torch.int16), wanted[:5].view(torch.int16))
+
+
+@pytest.mark.parametrize("where", ["units", "kv_cache", "fp8 units"])
+def test_store_reaches_past_four_gigabytes(implementation: str, device: str, where: str) -> None:
+    shape = Shape(num_kv_heads=2, num_layers=2, device=device, dtype=torch.float16, is_fp8=where == "fp8 units")
+    random = generator(10)
+    cache, units = numbers((4, *shape.unit), random, shape), host_units(5, shape, random)
+    block_ids, host_ids = distinct(3, 4, random, device), distinct(3, 5, random, device)
+    store = import_module(f"oasiskv.kernels.transfer.{implementation}").store
+    longer, move = far(cache if where == "kv_cache" else units)
+    wanted = units.clone() if device == "cpu" else units.clone().pin_memory()
+    store(cache, block_ids, wanted, 1, host_ids)
+    if where == "kv_cache":
+        store(longer, block_ids + move, units, 1, host_ids)
+    else:
+        store(cache, block_ids, longer, 1, host_ids + move)
+    if device != "cpu":
+        torch.cuda.synchronize()
+    assert torch.equal(units if where == "kv_cache" else longer[move:], wanted)
 
 
 @pytest.mark.parametrize("base", SHAPES, ids=name_of)

@@ -323,14 +323,15 @@ class Bench:
         """
         for size in sizes:
             self._alone(size)
-        for rows in batches:
+        batches = list(batches)
+        for rows in batches if "beside" in self._parts else ():
+            for is_fp8 in (False, True):
+                self._beside(self._step(Size(rows=rows, blocks=1024), is_fp8=is_fp8))
+        # Last, since a copy that fails may leave the device unusable.
+        for rows in batches if "others" in self._parts else ():
             step = self._step(Size(rows=rows, blocks=1024))
-            if "others" in self._parts:
-                for copy in (*copy_engines(step), *(others(step) if others is not None else ())):
-                    self._copy(step, copy)
-            if "beside" in self._parts:
-                self._beside(step)
-                self._beside(self._step(Size(rows=rows, blocks=1024), is_fp8=True))
+            for copy in (*copy_engines(step), *(others(step) if others is not None else ())):
+                self._copy(step, copy)
 
     def _step(self, size: Size, *, is_fp8: bool = False) -> Step:
         sizes = self.model, self.memory, size.rows, size.blocks, size.kind

@@ -113,6 +113,20 @@ def host_units(num_host_blocks: int, shape: Shape, random: torch.Generator) -> t
     return drawn if shape.device == "cpu" else drawn.pin_memory()
 
 
+def far(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Return a much longer tensor that ends with a given one, and at which index that begins: past four gigabytes.
+
+    What lies before is not touched: on the CPU it takes no memory.
+    """
+    row_bytes = tensor[0].numel() * tensor.element_size()
+    move = 2**32 // row_bytes + 1_000
+    longer = torch.empty(
+        move + len(tensor), *tensor.shape[1:], dtype=tensor.dtype, device=tensor.device, pin_memory=tensor.is_pinned()
+    )
+    longer[move:] = tensor
+    return longer, move
+
+
 def number_of(code: int) -> float:
     """Read a number of e4m3 from its bits: sign, four of exponent, three of fraction."""
     exponent, fraction = code >> 3 & 15, code & 7
