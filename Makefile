@@ -7,8 +7,9 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.11; do $$p -c 'import sys;
 	2>/dev/null && echo $$p && break; done)
 # A model folder for `make run`; without one it serves a small model that it prepares itself.
 MODEL ?=
-# cpu or cuda: which build of vLLM goes into .venv.
-ENGINE ?= cpu
+# cpu or cuda: which build of vLLM goes into .venv; once one is there, it stays.
+INSTALLED := $(shell cat .venv/ready 2>/dev/null)
+ENGINE ?= $(or $(INSTALLED),cpu)
 # Where pip finds the CPU build of torch, if its configured indexes do not have it: PyTorch's own index of CPU wheels.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 # Of KServe's client, which the tests of the Open Inference Protocol use.
@@ -32,6 +33,11 @@ export PYTHONPATH := $(subst $() ,:,$(strip $(FOLDERS) $(CURDIR)/build/metadata 
 else
 PY := .venv/bin/python
 READY := .venv/ready
+ifneq ($(ENGINE),$(or $(INSTALLED),$(ENGINE)))
+ifeq ($(filter clean help,$(MAKECMDGOALS)),)
+$(error ENGINE: expected $(INSTALLED), which .venv holds, got $(ENGINE); the two builds of vLLM overwrite one another, so `make clean` first)
+endif
+endif
 endif
 
 .PHONY: help install redis kserve check test soak protos crds locks sbom bench run clean
@@ -57,7 +63,7 @@ ifeq ($(ENGINE),cpu)
 	@echo 'Removing three packages that do not import beside the CPU build of torch; text models need none of them.'
 	$(PY) -m pip uninstall -y torchvision torchaudio torchcodec
 endif
-	@touch $@
+	@echo '$(ENGINE)' >$@
 
 # The entry points of this checkout, for an interpreter in which it is not installed: vLLM finds its plugins by them.
 define WRITE_METADATA

@@ -3,7 +3,7 @@
 import random
 from typing import Any
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from oasiskv.operator.facts import Ref
@@ -22,6 +22,7 @@ EDITS: tuple[dict[str, Any], ...] = (
 )
 
 
+@example(edits=[(1, 9), (4, 0), (1, 1), (0, 0)], seed=252)
 @given(st.lists(st.tuples(st.integers(0, len(EDITS) - 1), st.integers(0, 12)), max_size=6), st.integers(0, 2**16))
 def test_what_serves_is_never_taken_away_and_everything_settles(edits: list[tuple[int, int]], seed: int) -> None:
     chance, cluster, generation = random.Random(seed), Cluster(), 1
@@ -32,7 +33,7 @@ def test_what_serves_is_never_taken_away_and_everything_settles(edits: list[tupl
         spec = {**SPEC, **EDITS[edit]}
         for _ in range(num_steps + 1):
             with_pods = {kv for kv, number in cluster.facts().decode_pods.items() if number}
-            outcome = cluster.reconcile(service(spec, generation=generation))
+            cluster.reconcile(service(spec, generation=generation))
             for kv in with_pods:
                 assert {
                     Ref("StatefulSet", f"chat-staging-{kv}"),
@@ -40,9 +41,10 @@ def test_what_serves_is_never_taken_away_and_everything_settles(edits: list[tupl
                 } <= cluster.objects.keys()
             in_use = {f"ConfigMap {name}" for name in cluster.facts().configs_in_use}
             assert in_use <= {f"{ref.kind} {ref.name}" for ref in cluster.objects}
-            # Decode moves, then what it no longer needs goes, then the ConfigMaps that this named.
-            for _ in range(2):
-                cluster.reconcile(service(spec, generation=generation))
+            # Fewer replicas are there once they are written, so decode moves; then what it no longer needs goes, then
+            # the ConfigMaps that this named.
+            for _ in range(3):
+                outcome = cluster.reconcile(service(spec, generation=generation))
             again = reconcile(service(spec, generation=generation), cluster.facts())
             assert (again.apply, again.delete) == (outcome.apply, ())
             cluster.step(chance)

@@ -104,13 +104,16 @@ def make_windows(model: str, path: Path | None, context: int, steps: int, window
     """Cut a text into prompts that are spread evenly over it.
 
     Raises:
-        ConfigError: there is no such text, or no tokenizer.
-        InvalidRequestError: it is too short for even one.
+        ConfigError: there is no such text, or no tokenizer, or the windows are too many.
+        InvalidRequestError: the text is too short for even one.
     """
-    ids = list(load_tokenizer(model)(read_text(path)).input_ids)
+    text = read_text(path)
+    ids = list(load_tokenizer(model)(text).input_ids)
     last = len(ids) - context - steps
     if last < 0:
         raise InvalidRequestError(f"--context: expected at most {len(ids) - steps} in this text, got {context}")
+    if windows > last + 1:
+        raise ConfigError(f"--windows: expected at most {last + 1}, each from another token on, got {windows}")
     starts = [last * index // max(1, windows - 1) for index in range(windows)]
     return [
         Prompt(

@@ -137,7 +137,7 @@ def prepare(request: Request, device: str, report: Callable[[str], None]) -> Lau
     )
     config = _config(request, pools)
     plan = _plan(request, pools, config, model, device)
-    arguments = _arguments(request, plan, device, drafter)
+    arguments = _arguments(request, model.path, plan, device, drafter)
     return Launch(model=model, plan=plan, device=device, arguments=arguments)
 
 
@@ -292,6 +292,9 @@ def _check_rest(rest: Sequence[str]) -> None:
         "--worker-cls": "OasisKV brings the worker",
         "--speculative-config": "use --drafter",
         "-sc": "use --drafter",
+        "--spec-method": "use --drafter",
+        "--spec-model": "use --drafter",
+        "--spec-tokens": "use --drafter",
         "--model": "give MODEL first",
     }
     for flag in rest:
@@ -380,11 +383,15 @@ def _guess_engine_bytes(utilization: float, num_workers: int, weight_bytes: int 
     return max(0, int(total_bytes * utilization) - weight_bytes // num_workers - 2 * 2**30)
 
 
-def _arguments(request: Request, plan: Plan, device: str, drafter: dict[str, Any] | None) -> list[str]:
+def _arguments(request: Request, path: str, plan: Plan, device: str, drafter: dict[str, Any] | None) -> list[str]:
     pools = plan.pools
     arguments = ["--port", str(request.port)]
     if request.host is not None:
         arguments += ["--host", request.host]
+    is_named = any(flag.replace("_", "-").startswith("--served-model-name") for flag in request.rest)
+    if request.model in MODELS and path != request.model and not is_named:
+        # Requests name the model as its user did, not by its place in the cache.
+        arguments += ["--served-model-name", request.model]
     arguments += ["--block-size", str(pools.block_size), "--max-model-len", str(pools.max_model_len)]
     arguments += ["--max-num-seqs", str(pools.max_num_seqs)]
     # vLLM's "auto" would turn float32 weights into something shorter, and the plan with them.

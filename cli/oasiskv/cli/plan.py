@@ -135,10 +135,12 @@ class Pools:
         return max(2, min(128, self.max_model_len // 8 // self.block_size))
 
     def default_host_bytes(self, config: LookaheadConfig, most: int) -> int:
-        """Bytes of host memory in one worker: all requests at their longest, or all workers together `most`."""
-        block_bytes = self.host_block_bytes(config)
-        wanted = self.max_num_seqs * self.longest_blocks * block_bytes
-        return max(block_bytes, min(wanted, most // self.num_workers))
+        """Bytes of host memory in one worker: all requests at their longest, or all workers together `most`.
+
+        It is the longest request's at least, so that a limit below that is what the refusal is about.
+        """
+        longest_bytes = self.longest_blocks * self.host_block_bytes(config)
+        return max(longest_bytes, min(self.max_num_seqs * longest_bytes, most // self.num_workers))
 
     def default_engine_bytes(self, config: LookaheadConfig) -> int:
         """Bytes for one longest prompt that prefills, and all other requests decoding at their longest."""

@@ -194,8 +194,11 @@ def check_fits(
 
 
 def size(num_bytes: int) -> str:
-    """Write bytes for people."""
-    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
+    """Write bytes for people: in MiB or GiB, or in what fits numbers that are far from these."""
+    for unit_bytes, unit, least in ((2**40, "TiB", 10), (2**30, "GiB", 1), (2**20, "MiB", 0.1), (2**10, "KiB", 1)):
+        if num_bytes >= least * unit_bytes:
+            return f"{num_bytes / unit_bytes:.1f} {unit}"
+    return f"{num_bytes} bytes"
 
 
 def _cgroup_limits(cgroup_root: Path, proc: Path) -> Iterator[tuple[int, str]]:

@@ -8,6 +8,7 @@ import pytest
 
 from oasiskv.cli import evaluate
 from oasiskv.cli.evaluate import Score, compare, score
+from oasiskv.core.errors import ConfigError
 
 
 def log_softmax(values: np.ndarray) -> np.ndarray:
@@ -62,3 +63,6 @@ def test_windows_are_spread_from_the_beginning_of_the_text_to_its_end(
     assert [window.token_ids[0] for window in windows] == [0, 42, 85]
     assert windows[-1].forced == [95, 96, 97, 98, 99]
     assert all(len(window.token_ids) == 10 for window in windows)
+    assert len(evaluate.make_windows("model", path, context=10, steps=5, windows=86)) == 86
+    with pytest.raises(ConfigError, match=r"^--windows: expected at most 86"):
+        evaluate.make_windows("model", path, context=10, steps=5, windows=1_000_000)

@@ -36,7 +36,7 @@ def ignore(line: str) -> None:
     del line
 
 
-def make(folder: Path, device: str = "cpu", **changes: Any) -> Launch:
+def make(folder: Path | str, device: str = "cpu", **changes: Any) -> Launch:
     return prepare(Request(model=str(folder), **changes), device, ignore)
 
 
@@ -105,6 +105,15 @@ def test_a_drafter_becomes_a_speculative_config_and_its_layers_count(folder: Pat
     assert json.loads(flag(make(folder, drafter="ngram"), "--speculative-config"))["num_speculative_tokens"] == 1
 
 
+def test_requests_name_a_known_model_as_its_user_did(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("oasiskv.cli.launch.fetch", lambda *_, **__: folder)
+    launch = make("smollm2-135m")
+    assert (launch.model.path, flag(launch, "--served-model-name")) == (str(folder), "smollm2-135m")
+    assert make("smollm2-135m", rest=["--served_model_name=mine"]).arguments[-1] == "--served_model_name=mine"
+    assert "--served-model-name" not in make("smollm2-135m", rest=["--served_model_name=mine"]).arguments
+    assert "--served-model-name" not in make(folder).arguments
+
+
 def test_flags_for_vllm_come_last_and_unchanged(folder: Path) -> None:
     assert make(folder, rest=["--api-key", "x y"]).arguments[-2:] == ["--api-key", "x y"]
 
@@ -122,6 +131,7 @@ def test_flags_for_vllm_come_last_and_unchanged(folder: Path) -> None:
             {"host_memory": "3GiB", "settings": ["host_limit_bytes=1GiB"]},
             r"^host_pool_bytes: 3.0 GiB \+ .* for the engine's KV cache \+ .* = 3.0 GiB exceed the limit 1.0 GiB",
         ),
+        ({"settings": ["host_limit_bytes=2MiB"]}, r"^host_pool_bytes: .* exceed the limit 2.0 MiB \(host_limit_bytes"),
         ({"max_model_len": 5000}, "^--max-model-len: expected at most 4096"),
         ({"max_model_len": 0}, "^--max-model-len: expected at least 1, got 0"),
         ({"max_num_seqs": 0}, "^--max-num-seqs: expected at least 1"),
@@ -269,6 +279,7 @@ def test_the_dry_run_prints_plan_and_command_without_importing_torch(folder: Pat
         ),
         (["serve", "{folder}", "--kv-transfer-config.kv_role", "kv_both"], "error: --kv-transfer-config: expected"),
         (["serve", "{folder}", "-sc", "{{}}"], "error: -sc: expected it to be left to oasiskv serve; use --drafter"),
+        (["serve", "{folder}", "--spec-tokens=3"], "error: --spec-tokens: expected it to be left to oasiskv serve"),
         (["eval", "quick", "--windows", "0"], "error: --windows: expected at least 1, got 0"),
         (["doctor", "--flag"], "oasiskv: error: unrecognized arguments: --flag"),
     ],

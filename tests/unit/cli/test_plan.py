@@ -96,7 +96,9 @@ def test_the_default_budget_is_128_blocks_or_an_eighth_of_the_longest(max_model_
 def test_default_host_memory_holds_all_requests_within_what_there_is() -> None:
     pools = make_pools(num_workers=3)
     assert pools.default_host_bytes(LookaheadConfig(), 2**50) == 4 * 513 * BLOCK_BYTES // 3
-    assert pools.default_host_bytes(LookaheadConfig(), 3 * 2**20) == 2**20
+    assert pools.default_host_bytes(LookaheadConfig(), 2**30) == 2**30 // 3
+    # Less than one request is never chosen: the limit refuses it in its own words.
+    assert pools.default_host_bytes(LookaheadConfig(), 3 * 2**20) == 513 * BLOCK_BYTES // 3
 
 
 def test_the_default_engine_pool_holds_one_prefill_and_the_other_requests_sparse() -> None:

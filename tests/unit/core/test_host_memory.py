@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from oasiskv.core.errors import ConfigError
-from oasiskv.core.host_memory import HostPoolConfig, MemoryLimit, check_fits, host_memory_limit
+from oasiskv.core.host_memory import HostPoolConfig, MemoryLimit, check_fits, host_memory_limit, size
 
 GIB = 2**30
 SHAPE: dict[str, Any] = {"num_layers": 36, "num_kv_heads": 8, "block_size": 16, "head_dim": 128, "dtype_bytes": 2}
@@ -158,6 +158,22 @@ def test_this_host_can_be_read() -> None:
     assert limit.max_bytes is None or limit.max_bytes > 0
     assert limit.mem_total_bytes is not None
     assert limit.mem_total_bytes > 0
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (1, "1 bytes"),
+        (1024, "1.0 KiB"),
+        (16 * 2**10, "16.0 KiB"),
+        (900 * 2**10, "0.9 MiB"),
+        (2**20, "1.0 MiB"),
+        (1000 * GIB, "1000.0 GiB"),
+        (2**50, "1024.0 TiB"),
+    ],
+)
+def test_bytes_are_written_in_a_unit_that_fits_them(num_bytes: int, text: str) -> None:
+    assert size(num_bytes) == text
 
 
 def test_pools_over_the_limit_are_refused_with_the_sum() -> None:
