@@ -55,27 +55,33 @@ def net_devices(address: str) -> str:
 
 
 class NixlAgent:
-    """This process's end of one-sided transfers over UCX. Any thread may call it; a progress thread moves the bytes."""
+    """This process's end of one-sided transfers over UCX. Any thread may call it."""
 
-    def __init__(self, name: str, devices: str = "") -> None:
+    def __init__(self, name: str, devices: str = "", num_lanes: int = 0) -> None:
         """Start; UCX chooses among the transports that `UCX_TLS` of the environment allows.
 
         Args:
             name: Name that no other agent has with which this one is to speak.
             devices: Network device to use; empty for all. `UCX_NET_DEVICES` of the environment goes before it.
+            num_lanes: Threads that will start transfers and wait for them at a time, where others start none; each has
+                an end of its own of every connection. 0 for memory that others read and write too.
 
         Raises:
             UnsupportedError: NIXL or UCX does not start here.
         """
         self._bindings = load()
         settings = self._bindings.nixlAgentConfig()
-        settings.useProgThread = True
+        # In a process that only waits for its own transfers, each wait moves them on; a thread of NIXL's would take as
+        # much of a core beside every copy as the copy itself.
+        settings.useProgThread = num_lanes == 0
         settings.pthrDelay = PROGRESS_WAIT_US
         settings.useListenThread = False
-        settings.syncMode = self._bindings.NIXL_THREAD_SYNC_STRICT
+        # Transfers of two threads at a time; a strict agent would start them one after another.
+        settings.syncMode = self._bindings.NIXL_THREAD_SYNC_RW
         try:
             self._agent = self._bindings.nixlAgent(name, settings)
-            self._agent.createBackend("UCX", {"engine_config": f"NET_DEVICES={devices}"} if devices else {})
+            engine = {"engine_config": f"NET_DEVICES={devices}"} if devices else {}
+            self._agent.createBackend("UCX", {"num_workers": str(max(1, num_lanes)), **engine})
         except _errors() as cause:
             raise UnsupportedError(f"nixl: expected UCX to start, got {cause}; its log says more") from cause
         self._registered: list[tuple[int, int]] = []

@@ -2,9 +2,8 @@
 
 import math
 import secrets
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,16 +13,16 @@ from oasiskv.services.nixl import NixlAgent, Transfer
 
 CHUNK_BYTES = 64 * 2**20
 """Most bytes of one transfer."""
-MIN_CHUNK_BYTES = 8 * 2**20
-READ_CHUNKS = 6
-"""Into which a read is cut, so that little is left to verify when all has arrived."""
+MIN_CHUNK_BYTES = 2 * 2**20
+NUM_CHUNKS = 8
+"""Into which a copy is cut, so that two cores share it and little is left to hash when all has arrived."""
 MIN_GENERATIONS = 1024
 SPAN_PER_BLOCK = 512
 """Generations that are read at most for one that is wanted: 4 KiB, about what a piece costs beside its bytes."""
 
 
 class OneSidedPool:
-    """The pool of a service, reached through its agent. One thread uses it."""
+    """The pool of a service, reached through its agent. One thread uses it, and one of its own helps."""
 
     def __init__(
         self,
@@ -47,13 +46,14 @@ class OneSidedPool:
         """
         self.may_write = may_write
         """Whether `write` is allowed."""
-        self._agent = NixlAgent(f"oasiskv-peer-{secrets.token_hex(8)}", devices)
-        self._remote = self._agent.connect(offer.agent_metadata)
+        self._agent = NixlAgent(f"oasiskv-peer-{secrets.token_hex(8)}", devices, num_lanes=2)
+        self._metadata = offer.agent_metadata
+        self._remote = self._agent.connect(self._metadata)
         self._blocks_address = np.uint64(offer.blocks_address)
         self._generations_address = np.uint64(offer.generations_address)
         self._shape = (registered.num_blocks, registered.num_parts, registered.part_bytes)
         self._generations = np.zeros(0, np.uint64)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="oasiskv-staging-sums")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="oasiskv-staging-lane")
 
     @property
     def reads_generations(self) -> bool:
@@ -79,8 +79,8 @@ class OneSidedPool:
             first_part: Of the k parts of each block.
             out: `[n, k, part_bytes]`, within registered memory.
             timeout_s: For each chunk.
-            on_chunk: Called in a thread of the pool with the places of blocks that have arrived, while others are
-                under way.
+            on_chunk: Called with the places of blocks that have arrived, while others are under way; in two threads,
+                so for two chunks at a time.
 
         Returns:
             The generations of the blocks after the copy, `[n]`; None where they have to be asked for.
@@ -90,28 +90,13 @@ class OneSidedPool:
             PeerUnavailableError: The service's agent is away; `out` may hold a part.
             TransferTimeoutError: The service did not answer in time; `out` may be written to until `close`.
         """
-        chunks = self._chunks(out, max(MIN_CHUNK_BYTES, out.nbytes // READ_CHUNKS))
-        transfers: list[Transfer] = []
-        with self._beside(on_chunk) as check:
 
-            def arrived(transfer: Transfer, chunk: slice) -> None:
-                transfer.wait(timeout_s)
-                check(chunk)
+        def carry(chunk: slice) -> None:
+            self._start(block_ids[chunk], first_part, out[chunk], is_read=True).wait(timeout_s)
+            on_chunk(chunk)
 
-            try:
-                for i, chunk in enumerate(chunks):
-                    # Shared memory copies within `start`, and what is there can be looked at during the next.
-                    is_there = i > 0 and transfers[-1].has_ended
-                    if is_there:
-                        arrived(transfers[-1], chunks[i - 1])
-                    transfers.append(self._start(block_ids[chunk], first_part, out[chunk], is_read=True))
-                    if i and not is_there:
-                        arrived(transfers[-2], chunks[i - 1])
-                arrived(transfers[-1], chunks[-1])
-            finally:
-                for transfer in transfers:
-                    transfer.cancel()
-            return self.generations(block_ids, timeout_s) if self.reads_generations else None
+        self._in_lanes(self._chunks(out), carry)
+        return self.generations(block_ids, timeout_s) if self.reads_generations else None
 
     def write(
         self,
@@ -123,53 +108,68 @@ class OneSidedPool:
     ) -> None:
         """Copy parts of blocks to the service, `data` as `out` of `read`, with `on_chunk` meanwhile; raises as it."""
         self._agent.require(data)  # before anything is noted of bytes that will not go
-        transfers: list[Transfer] = []
-        with self._beside(on_chunk) as note:
-            try:
-                for chunk in self._chunks(data, CHUNK_BYTES):
-                    note(chunk)
-                    transfers.append(self._start(block_ids[chunk], first_part, data[chunk], is_read=False))
-                    if len(transfers) > 1:
-                        transfers[-2].wait(timeout_s)
-                transfers[-1].wait(timeout_s)
-            finally:
-                for transfer in transfers:
-                    transfer.cancel()
 
-    @contextmanager
-    def _beside(self, work: Callable[[slice], None]) -> Iterator[Callable[[slice], None]]:
-        """Yield a way to have chunks worked on in the pool's thread; at the end all of them are, whatever happened."""
-        started: list[Future[None]] = []
+        def carry(chunk: slice) -> None:
+            transfer = self._start(block_ids[chunk], first_part, data[chunk], is_read=False)
+            try:
+                on_chunk(chunk)
+                transfer.wait(timeout_s)
+            finally:
+                transfer.cancel()
+
+        self._in_lanes(self._chunks(data), carry)
+
+    def _in_lanes(self, chunks: list[slice], carry: Callable[[slice], None]) -> None:
+        """Carry chunks out in two threads, this one and the pool's; both have ended on return, whatever happened.
+
+        So one chunk is hashed while another moves; and where UCX copies within the call that starts a transfer, two
+        cores copy.
+        """
+        waiting = iter(chunks)
+
+        def lane() -> None:
+            try:
+                for chunk in waiting:
+                    carry(chunk)
+            except BaseException:
+                for _ in waiting:  # the other lane begins nothing more
+                    pass
+                raise
+
+        other = self._thread.submit(lane) if len(chunks) > 1 else None
         try:
-            yield lambda chunk: started.append(self._thread.submit(work, chunk))
+            lane()
         finally:
-            wait(started)
-        for one in started:
-            one.result()
+            if other is not None:
+                wait([other])
+        if other is not None:
+            other.result()
 
     def generations(self, block_ids: NDArray[np.uint64], timeout_s: float) -> NDArray[np.uint64]:
         """Return the generations of blocks, `[n]`, as they are now; raises as `read`."""
-        first, last = block_ids.min(), block_ids.max()
-        span = int(last - first) + 1
+        first, last = int(block_ids.min()), int(block_ids.max())
+        num_bytes = 8 * (last - first + 1)
         # One piece that has some too many is faster than many small ones.
-        if span <= SPAN_PER_BLOCK * len(block_ids):
-            found = self._read_generations(np.arange(first, last + np.uint64(1)), timeout_s)
-            chosen: NDArray[np.uint64] = found[block_ids - first]
+        if num_bytes <= 8 * SPAN_PER_BLOCK * len(block_ids):
+            found = self._read_generations(np.array([first], np.uint64), num_bytes, timeout_s)
+            chosen: NDArray[np.uint64] = found[(block_ids - np.uint64(first)).astype(np.intp)]
             return chosen
-        return self._read_generations(block_ids, timeout_s)
+        return self._read_generations(block_ids, 8, timeout_s).copy()
 
-    def _read_generations(self, block_ids: NDArray[np.uint64], timeout_s: float) -> NDArray[np.uint64]:
-        if len(self._generations) < len(block_ids):
-            self._generations = np.zeros(max(MIN_GENERATIONS, 2 * len(block_ids)), np.uint64)
+    def _read_generations(self, block_ids: NDArray[np.uint64], num_bytes: int, timeout_s: float) -> NDArray[np.uint64]:
+        """Return the generations from each block on, so many bytes of each; valid until the next call."""
+        num_found = len(block_ids) * num_bytes // 8
+        if len(self._generations) < num_found:
+            self._generations = np.zeros(max(MIN_GENERATIONS, 2 * num_found), np.uint64)
             self._agent.register(self._generations.view(np.uint8))
-        found = self._generations[: len(block_ids)]
-        offsets = np.arange(len(block_ids), dtype=np.uint64) * np.uint64(8)
+        found = self._generations[:num_found]
+        offsets = np.arange(len(block_ids), dtype=np.uint64) * np.uint64(num_bytes)
         self._agent.start(
             self._remote,
             is_read=True,
             local=np.uint64(found.ctypes.data) + offsets,
             remote_addresses=self._generations_address + block_ids * np.uint64(8),
-            num_bytes=8,
+            num_bytes=num_bytes,
         ).wait(timeout_s)
         return found
 
@@ -178,8 +178,9 @@ class OneSidedPool:
         self._agent.disconnect(self._remote)
         self._thread.shutdown()
 
-    def _chunks(self, pieces: NDArray[np.uint8], num_bytes: int) -> list[slice]:
-        step = max(1, min(num_bytes, CHUNK_BYTES) // math.prod(pieces.shape[1:]))
+    def _chunks(self, pieces: NDArray[np.uint8]) -> list[slice]:
+        num_bytes = min(max(MIN_CHUNK_BYTES, pieces.nbytes // NUM_CHUNKS), CHUNK_BYTES)
+        step = max(1, num_bytes // math.prod(pieces.shape[1:]))
         return [slice(start, start + step) for start in range(0, len(pieces), step)]
 
     def _start(

@@ -147,10 +147,18 @@ class _Bench:
         self._num_repeats = num_repeats
         rng = np.random.default_rng(0)
         self._order = rng.permutation(num_blocks)
+        self._plain_agent: tuple[nixl.NixlAgent, str] | None = None
         self._whole = buffers.new(rng.integers(0, 256, (num_blocks, NUM_LAYERS, shape.part_bytes), np.uint8))
         self._layer = buffers.new(rng.integers(0, 256, (num_blocks, 1, shape.part_bytes), np.uint8))
+        pool = peer._moves._pool
+        if isinstance(pool, OneSidedPool):
+            # With a thread of its own that moves bytes on, as NIXL's API for Python makes them.
+            agent = nixl.NixlAgent("plain", nixl.net_devices(peer._config.address))
+            self._plain_agent = (agent, agent.connect(pool._metadata))
         for buffer in (self._whole, self._layer):
             peer.register(buffer)
+            if self._plain_agent is not None:
+                self._plain_agent[0].register(buffer)
         self._lease = peer.allocate(num_blocks).result()
 
     def rows(self) -> list[Row]:
@@ -184,8 +192,9 @@ class _Bench:
         pieces: NDArray[np.uint8],
         copy: Callable[[Lease, NDArray[Any], int, NDArray[np.uint8]], Any],
     ) -> Row:
-        ours, plain = [], []
+        ours, plain, lean = [], [], []
         for _ in range(self._num_repeats + 1):  # the first one touches memory and connects
+            lean.append(self._plain(op, blocks, first_part, pieces, is_lean=True))
             plain_s = self._plain(op, blocks, first_part, pieces)
             plain.append(plain_s and plain_s + self._buffers.move(pieces, op))
             moved_s = self._buffers.move(pieces, op) if op == "write" else 0.0
@@ -211,6 +220,10 @@ class _Bench:
                 # Of the fastest of each: what is left when the host does nothing else for a moment.
                 "best_share": _rounded(min(one for one, _ in pairs) / min(other for _, other in pairs)),
             }
+        if lean[0] is not None:
+            pairs = [(one, other) for one, other in zip(lean[1:], ours[1:], strict=True) if one is not None]
+            row["lean_share"] = _rounded(statistics.median(one / other for one, other in pairs))
+            row["best_lean_share"] = _rounded(min(one for one, _ in pairs) / min(other for _, other in pairs))
         return row
 
     def _latency(self) -> Row:
@@ -221,13 +234,25 @@ class _Bench:
             times.append(time.perf_counter() - started_s)
         return {"op": "read", "bytes": "one part", "median_ms": _rounded(statistics.median(times) * 1000)}
 
-    def _plain(self, op: str, blocks: NDArray[Any], first_part: int, pieces: NDArray[np.uint8]) -> float | None:
-        """Return the seconds of a copy without checksums, generations and chunks; None for streams, which have none."""
+    def _plain(
+        self, op: str, blocks: NDArray[Any], first_part: int, pieces: NDArray[np.uint8], *, is_lean: bool = False
+    ) -> float | None:
+        """Return the seconds of a copy without checksums, generations and chunks; None where there is none such.
+
+        Streams have none; a lean one, by an agent without a thread of its own as the session's, only NIXL has.
+        """
         pool = self._peer._moves._pool
         block_ids = self._lease.block_ids
         assert block_ids is not None
         if isinstance(pool, OneSidedPool):
-            return _plain_nixl(pool, block_ids[blocks], first_part, pieces, is_read=op == "read")
+            assert self._plain_agent is not None
+            agent, remote = (pool._agent, pool._remote) if is_lean else self._plain_agent
+            offsets = (block_ids[blocks] * np.uint64(pool._shape[1]) + np.uint64(first_part)) * np.uint64(
+                pieces.shape[2]
+            )
+            return _plain_nixl(agent, remote, pool._blocks_address + offsets, pieces, is_read=op == "read")
+        if is_lean:
+            return None
         if isinstance(pool, MappedPool):
             there = pool.parts.reshape(-1, pieces.shape[2])
             rows = block_ids[blocks].astype(np.intp)[:, None] * NUM_LAYERS + first_part + np.arange(pieces.shape[1])
@@ -251,26 +276,22 @@ class _Checked:
 
 
 def _plain_nixl(
-    pool: OneSidedPool, block_ids: NDArray[np.uint64], first_part: int, pieces: NDArray[np.uint8], *, is_read: bool
+    agent: nixl.NixlAgent, remote: str, addresses: NDArray[np.uint64], pieces: NDArray[np.uint8], *, is_read: bool
 ) -> float:
     """Return the seconds of one NIXL transfer of one piece a block, with its state asked for without a pause."""
-    bindings = nixl.load()
+    bindings, plain = nixl.load(), agent._agent
     started_s = time.perf_counter()
-    _, num_parts, part_bytes = pool._shape
     rows = np.zeros((2, len(pieces), 3), np.uint64)
     rows[:, :, 1] = pieces[0].nbytes
     rows[0, :, 0] = pieces.ctypes.data + np.arange(len(pieces), dtype=np.uint64) * np.uint64(pieces[0].nbytes)
-    rows[1, :, 0] = pool._blocks_address + (block_ids * np.uint64(num_parts) + np.uint64(first_part)) * np.uint64(
-        part_bytes
-    )
-    agent = pool._agent._agent
+    rows[1, :, 0] = addresses
     ends = [bindings.nixlXferDList(bindings.DRAM_SEG, side) for side in rows]
     operation = bindings.NIXL_READ if is_read else bindings.NIXL_WRITE
-    handle = agent.createXferReq(operation, *ends, pool._remote, "", [])
-    status = agent.postXferReq(handle, "")
+    handle = plain.createXferReq(operation, *ends, remote, "", [])
+    status = plain.postXferReq(handle, "")
     while status == bindings.NIXL_IN_PROG:
-        status = agent.getXferStatus(handle)
-    agent.releaseXferReq(handle)
+        status = plain.getXferStatus(handle)
+    plain.releaseXferReq(handle)
     assert status == bindings.NIXL_SUCCESS
     return time.perf_counter() - started_s
 
