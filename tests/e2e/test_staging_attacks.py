@@ -158,6 +158,31 @@ def test_tenants_by_certificate_neither_find_nor_forge_one_anothers_blocks(tmp_p
         np.testing.assert_array_equal(fetch(blue, given, 3)[1], ours)
 
 
+def test_a_peer_cannot_drain_a_service_that_names_who_may(tmp_path: Path) -> None:
+    authority = make_certificate(tmp_path, "authority")
+    for name in ("server", "engine", "operator"):
+        make_certificate(tmp_path, name, authority)
+    tls = {name: str(path) for name, path in asdict(tls_files(tmp_path, "server")).items()}
+    staging = {"is_strict": True, "memory_socket": "", "drained_by": ["operator"]}
+
+    async def drain_as(name: str) -> bool:
+        async with StagingClient(server.address, tls=tls_files(tmp_path, name)) as client:
+            try:
+                await client.call(client.stub.Drain, pb.DrainRequest())
+            finally:
+                stats = await client.call(client.stub.Stats, pb.StatsRequest())
+            return bool(stats.is_draining)
+
+    with StagingProcess(tmp_path, SHAPE, NUM_BLOCKS, staging=staging, tls=tls) as server:
+        with pytest.raises(UnsupportedError, match=r"^caller: expected a certificate that the service names"):
+            asyncio.run(drain_as("engine"))
+        config = SessionConfig(
+            address=server.address, fingerprint=SHAPE, name="e", may_write=True, tls=tls_files(tmp_path, "engine")
+        )
+        StagingSession(config).close()  # which a service that drains refuses
+        assert asyncio.run(drain_as("operator"))
+
+
 def test_who_may_read_the_pool_sees_all_of_it_and_can_write_none(tmp_path: Path) -> None:
     async def scenario(server: Server) -> None:
         async with peer(server) as owner, peer(server, pb.ACCESS_MAP_READ) as reader:

@@ -15,9 +15,10 @@ from oasiskv.core.errors import BlockNotFoundError, CorruptBlockError, LeaseExpi
 from oasiskv.core.fingerprint import Fingerprint
 from oasiskv.core.lease_limits import LeaseConfig
 from oasiskv.services.checksums import checksums
+from oasiskv.services.staging.config import StagingConfig
 from oasiskv.services.staging.disk_file import ALIGNMENT, DiskConfig, DiskFile, slot_bytes
 from oasiskv.services.staging.memory import StagingMemory
-from oasiskv.services.staging.service import Access, PartRange, SealRequest, StagingConfig, StagingService
+from oasiskv.services.staging.service import Access, PartRange, SealRequest, StagingService
 
 SHAPE = Fingerprint(model_hash="m", dtype="float16", block_size=4, num_layers=3, num_kv_heads=2, head_dim=8)
 LIMITS = LeaseConfig(num_blocks=24, max_blocks_per_peer=24)

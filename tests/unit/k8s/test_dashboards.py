@@ -24,11 +24,12 @@ from oasiskv.services.decode.metrics import DecodeCollector
 from oasiskv.services.prefill.metrics import PrefillCollector
 from oasiskv.services.prefill.service import Counts
 from oasiskv.services.rpc.metrics import ServerMetrics
+from oasiskv.services.staging.config import StagingConfig
 from oasiskv.services.staging.directory import DirectoryConfig
 from oasiskv.services.staging.disk_file import ALIGNMENT, DiskConfig, DiskFile, slot_bytes
 from oasiskv.services.staging.memory import StagingMemory
 from oasiskv.services.staging.metrics import StagingCollector
-from oasiskv.services.staging.service import StagingConfig, StagingService
+from oasiskv.services.staging.service import StagingService
 
 pytest.importorskip("vllm", reason="vLLM shows some of the metrics")
 with warnings.catch_warnings():

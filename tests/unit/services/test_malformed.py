@@ -21,10 +21,11 @@ from oasiskv.protos.staging.v1 import staging_pb2_grpc
 from oasiskv.services.checksums import checksum
 from oasiskv.services.rpc.server import RpcServer, ServerConfig
 from oasiskv.services.rpc.status import CLASSES, ERROR_KEY
+from oasiskv.services.staging.config import StagingConfig
 from oasiskv.services.staging.data_plane import DataPlane
 from oasiskv.services.staging.fabric import choose
 from oasiskv.services.staging.memory import StagingMemory
-from oasiskv.services.staging.service import Access, StagingConfig, StagingService
+from oasiskv.services.staging.service import Access, StagingService
 from oasiskv.services.staging.servicer import SERVICE_NAME, add_to_server
 
 SHAPE = Fingerprint(model_hash="m", dtype="float16", block_size=4, num_layers=3, num_kv_heads=2, head_dim=8)

@@ -12,8 +12,9 @@ from oasiskv.core.lease_limits import LeaseConfig
 from oasiskv.protos.staging.v1 import staging_pb2 as pb
 from oasiskv.services.checksums import checksum, checksums
 from oasiskv.services.clients.staging import MappedPool
+from oasiskv.services.staging.config import StagingConfig
 from oasiskv.services.staging.memory import MemorySocket, StagingMemory
-from oasiskv.services.staging.service import Access, Part, SealRequest, StagingConfig, StagingService
+from oasiskv.services.staging.service import Access, Part, SealRequest, StagingService
 
 SHAPE = Fingerprint(model_hash="m", dtype="float16", block_size=4, num_layers=3, num_kv_heads=2, head_dim=8)
 LIMITS = LeaseConfig(num_blocks=8, max_blocks_per_peer=8, max_ttl_s=10.0, peer_ttl_s=10.0)

@@ -58,6 +58,7 @@ def test_the_number_of_blocks_follows_from_the_bytes_of_the_pool() -> None:
         ("[staging]", "[staging]\ntenants = 'many'", "staging.tenants"),
         ("[staging]", "[staging]\ntenants = 'certificate'", r"staging.tenants: expected \[tls\]"),
         ("[staging]", "[staging]\nsuccessor = 'somewhere'", "staging.successor"),
+        ("[staging]", "[staging]\ndrained_by = ['ops']", r"staging.drained_by: expected \[tls\]"),
         ('dtype = "float16"', 'dtype = "int4"', "fingerprint.dtype"),
         ('dtype = "float16"', "", "fingerprint: .*dtype"),
         ("max_ttl_s = 5.0", "max_ttl_s = 0", "leases.max_ttl_s"),

@@ -13,8 +13,9 @@ from oasiskv.core.fingerprint import Fingerprint
 from oasiskv.core.lease_limits import LeaseConfig
 from oasiskv.services.checksums import checksums
 from oasiskv.services.staging import wiper
+from oasiskv.services.staging.config import StagingConfig
 from oasiskv.services.staging.memory import StagingMemory
-from oasiskv.services.staging.service import Access, SealRequest, StagingConfig, StagingService
+from oasiskv.services.staging.service import Access, SealRequest, StagingService
 
 SHAPE = Fingerprint(model_hash="m", dtype="float16", block_size=4, num_layers=3, num_kv_heads=2, head_dim=8)
 LIMITS = LeaseConfig(num_blocks=8, max_blocks_per_peer=8)

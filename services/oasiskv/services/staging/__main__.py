@@ -21,6 +21,7 @@ from oasiskv.core.service_config import TABLES, TlsConfig, build
 from oasiskv.services.nixl import net_devices
 from oasiskv.services.rpc.metrics import ServerMetrics
 from oasiskv.services.rpc.server import MESSAGE_OVERHEAD_BYTES, RpcServer, ServerConfig
+from oasiskv.services.staging.config import StagingConfig
 from oasiskv.services.staging.data_plane import DataPlane
 from oasiskv.services.staging.directory import DirectoryConfig
 from oasiskv.services.staging.disk_file import DiskConfig, DiskFile
@@ -28,7 +29,7 @@ from oasiskv.services.staging.fabric import choose
 from oasiskv.services.staging.handover import hand_over
 from oasiskv.services.staging.memory import MemorySocket, StagingMemory
 from oasiskv.services.staging.metrics import StagingCollector
-from oasiskv.services.staging.service import StagingConfig, StagingService
+from oasiskv.services.staging.service import StagingService
 from oasiskv.services.staging.servicer import SERVICE_NAME, UNLIMITED, add_to_server
 from oasiskv.services.tracing import start_tracing
 
@@ -93,6 +94,8 @@ def read_config(text: str) -> ProcessConfig:
         if "address" in listen:
             raise ConfigError(f"staging.address: expected it without server.address, got {staging['address']!r}")
         listen["address"] = staging.pop("address")
+    if staging.get("drained_by") and tls is None:
+        raise ConfigError("staging.drained_by: expected [tls], since it names certificates")
     if staging.get("tenants", "one") != "one" and tls is None:
         raise ConfigError("staging.tenants: expected [tls], since a tenant is the name in a certificate")
     server = build(ServerConfig, "server", listen, tls=tls, max_message_bytes=message_bytes)

@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oasiskv.core.errors import (
-    ConfigError,
     CorruptBlockError,
     InvalidRequestError,
     PeerUnavailableError,
@@ -20,22 +19,19 @@ from oasiskv.core.errors import (
     UnsupportedError,
 )
 from oasiskv.core.fingerprint import Fingerprint
-from oasiskv.core.lease_limits import LeaseConfig
 from oasiskv.core.tiers import BlockStatus, Tier, Tiers
 from oasiskv.services.checksums import checksum, checksums
 from oasiskv.services.staging.changes import ChangeLog
-from oasiskv.services.staging.directory import Directory, DirectoryConfig, ServiceLoad
-from oasiskv.services.staging.disk_file import DiskConfig, DiskFile
+from oasiskv.services.staging.config import StagingConfig
+from oasiskv.services.staging.directory import Directory, ServiceLoad
+from oasiskv.services.staging.disk_file import DiskFile
 from oasiskv.services.staging.disk_tier import DISK_ERRORS, DiskTier
-from oasiskv.services.staging.fabric import TRANSPORTS
-from oasiskv.services.staging.keys import TENANTS, check_key, check_keys
-from oasiskv.services.staging.memory import HUGE_PAGES, StagingMemory
+from oasiskv.services.staging.keys import check_key, check_keys
+from oasiskv.services.staging.memory import StagingMemory
 from oasiskv.services.staging.wiper import Wiper
 from oasiskv.services.threads import in_thread
 
 logger = logging.getLogger(__name__)
-
-LOCALITIES = ("auto", "remote")
 
 
 class Access(Enum):
@@ -44,74 +40,6 @@ class Access(Enum):
     STREAM = "stream"
     MAP_READ = "map_read"
     MAP_WRITE = "map_write"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StagingConfig:
-    """What a staging service holds, and for whom."""
-
-    fingerprint: Fingerprint
-    """What the bytes of all its blocks mean."""
-
-    leases: LeaseConfig
-    """Capacity and limits."""
-
-    is_strict: bool = False
-    """Whether peers move bytes through streams only, so that each reads no more than it holds a lease on."""
-
-    memory_socket: str = ""
-    """Path of the unix socket that hands over the memory; empty in strict mode only."""
-
-    transport: str = "auto"
-    """What one-sided transfers go over: rdma, tcp, shm (one host), none, or auto for what this host has."""
-
-    locality: str = "auto"
-    """`remote` to treat peers on this host as those on others: no memory is handed over and none is shared."""
-
-    huge_pages: str = "auto"
-    """`never` for small pages, auto for huge ones where the kernel has enough set aside."""
-
-    successor: str = ""
-    """`host:port` of the staging service that gets what is in memory when this one ends; empty for none."""
-
-    tenants: str = "one"
-    """`certificate` to keep the keys of peers with different names in their certificates apart; strict mode only."""
-
-    disk: DiskConfig | None = None
-    """The SSD tier; None to hold blocks in memory only."""
-
-    directory: DirectoryConfig | None = None
-    """Where other staging services are known; None to know of this one only."""
-
-    def __post_init__(self) -> None:
-        """Check the fields together.
-
-        Raises:
-            ConfigError: Strict mode and the memory socket exclude or require each other, or a word is unknown.
-        """
-        if self.is_strict == bool(self.memory_socket):
-            raise ConfigError("memory_socket: expected a path, or strict mode without one")
-        for name, words in (
-            ("transport", TRANSPORTS),
-            ("locality", LOCALITIES),
-            ("huge_pages", HUGE_PAGES),
-            ("tenants", TENANTS),
-        ):
-            if getattr(self, name) not in words:
-                raise ConfigError(f"{name}: expected one of {', '.join(words)}, got {getattr(self, name)!r}")
-        if not isinstance(self.successor, str) or (self.successor and ":" not in self.successor):
-            raise ConfigError(f"successor: expected host:port, got {self.successor!r}")
-        if self.tenants != "one" and (not self.is_strict or self.successor):
-            raise ConfigError("tenants: expected strict mode without a successor, since both would mix tenants")
-        if self.is_strict and self.transport not in ("auto", "none"):
-            raise ConfigError(f"transport: expected none in strict mode, got {self.transport!r}")
-        if self.locality == "remote" and self.transport == "shm":
-            raise ConfigError("transport: expected another than shm, since locality is remote")
-
-    @property
-    def hands_memory_over(self) -> bool:
-        """Whether peers on this host map the pool."""
-        return not self.is_strict and self.locality != "remote"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

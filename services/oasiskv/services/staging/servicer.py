@@ -12,6 +12,7 @@ from oasiskv.core.fingerprint import Fingerprint
 from oasiskv.core.tiers import BlockStatus, Tier
 from oasiskv.protos.staging.v1 import staging_pb2 as pb
 from oasiskv.protos.staging.v1 import staging_pb2_grpc
+from oasiskv.services.rpc.callers import require_operator
 from oasiskv.services.staging.data_plane import DataPlane, until_ended
 from oasiskv.services.staging.keys import Tenants, check_keys
 from oasiskv.services.staging.service import Access, Part, PartRange, SealRequest, StagingService
@@ -176,6 +177,7 @@ class StagingServicer(staging_pb2_grpc.StagingServicer):
             yield pb.GetResponse(block_index=part.block_index, part=part.part, data=part.data, checksum=part.checksum)
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
+        require_operator(context, self._service.config.drained_by)
         return pb.DrainResponse(num_leases=self._service.drain())
 
     async def Find(self, request: pb.FindRequest, context: Context) -> pb.FindResponse:

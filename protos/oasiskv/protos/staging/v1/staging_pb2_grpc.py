@@ -207,7 +207,9 @@ class StagingServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Stops taking new peers, blocks and leases by key; what is leased is served until it ends. Draining cannot be undone.
+        """Stops taking new peers, blocks and leases by key; what is leased is served until it ends. Draining cannot be undone, so
+        it is for who runs the service: callers whose certificate it names for this, or, if it names none, callers on its own
+        host by the loopback address. UnsupportedError for all others.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
