@@ -124,6 +124,28 @@ def test_a_message_that_is_too_large_or_grows_when_it_is_unpacked_is_refused_by_
     asyncio.run(scenario())
 
 
+def test_a_list_longer_than_the_lease_is_refused_before_anything_is_made_of_it(server: Server) -> None:
+    async def scenario() -> None:
+        async with peer(server) as user:
+            lease_id = await user.stage(random_blocks(2, b"a", b"b"))
+            ids = {"peer_id": user.peer_id, "lease_id": lease_id}
+            stub, call = user.client.stub, user.client.call
+            # Empty ones, so that their contents would be refused by another name.
+            rows = pb.SealRequest(**ids, blocks=[pb.SealedBlock()] * 100_000)
+            columns = pb.SealRequest(**ids, columns=pb.SealedColumns(block_indices=[0] * 100_000))
+            for request in (rows, columns):
+                with pytest.raises(InvalidRequestError, match=r"^blocks: expected at most 2, got 100000"):
+                    await call(stub.Seal, request)
+            many = pb.FetchDescriptorsRequest(**ids, block_indices=[9] * 100_000)
+            with pytest.raises(InvalidRequestError, match=r"^block_indices: expected at most 2, got 100000"):
+                await call(stub.FetchDescriptors, many)
+            ranges = [pb.PartRange()] * 100_000
+            with pytest.raises(InvalidRequestError, match=rf"^ranges: expected at most {2 * NUM_PARTS}, got 100000"):
+                await anext(user.client.get(user.peer_id, lease_id, ranges))
+
+    asyncio.run(scenario())
+
+
 def test_streams_without_end_are_bounded_in_number_and_others_are_answered_after_them(tmp_path: Path) -> None:
     async def scenario(server: Server) -> None:
         async with StagingClient(server.address) as greedy, peer(server) as living:

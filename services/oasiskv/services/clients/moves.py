@@ -29,6 +29,7 @@ Pool = MappedPool | OneSidedPool
 # Descriptors of this many parts fit into a message of the default size with room to spare.
 PARTS_PER_MESSAGE = 2**18
 CACHED_BYTES = 2**18
+RANGES_PER_MESSAGE = 2**16
 
 
 class FetchStatus(IntEnum):
@@ -306,7 +307,7 @@ class Mover:
         while rows:
             ranges = [
                 pb.PartRange(block_index=int(block_indices[row]), first_part=first_part, num_parts=num_parts)
-                for row in rows
+                for row in rows[:RANGES_PER_MESSAGE]
             ]
             num_arrived = 0
             failure: OasisError | None = None
@@ -321,6 +322,8 @@ class Mover:
             statuses[rows[:num_done]] = FetchStatus.OK
             rows = rows[num_done:]
             match failure:
+                case None if num_done == len(ranges):
+                    pass
                 case None:
                     return
                 case CorruptBlockError():  # the first of the rest; the others may be right

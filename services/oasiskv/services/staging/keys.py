@@ -73,7 +73,16 @@ def check_key(block_key: bytes) -> None:
 
 def check_keys(block_keys: Sequence[bytes]) -> None:
     """Refuse too many keys, or one of a wrong length; raises InvalidRequestError."""
-    if len(block_keys) > MAX_KEYS:
-        raise InvalidRequestError(f"block_keys: expected at most {MAX_KEYS}, got {len(block_keys)}")
+    check_count("block_keys", len(block_keys), MAX_KEYS)
     for block_key in block_keys:
         check_key(block_key)
+
+
+def check_count(name: str, number: int, limit: int) -> None:
+    """Refuse a list that is longer than any that makes sense.
+
+    Raises:
+        InvalidRequestError: It is.
+    """
+    if number > limit:
+        raise InvalidRequestError(f"{name}: expected at most {limit}, got {number}")

@@ -14,7 +14,7 @@ from oasiskv.protos.staging.v1 import staging_pb2 as pb
 from oasiskv.protos.staging.v1 import staging_pb2_grpc
 from oasiskv.services.rpc.callers import require_operator
 from oasiskv.services.staging.data_plane import DataPlane, until_ended
-from oasiskv.services.staging.keys import Tenants, check_keys
+from oasiskv.services.staging.keys import MAX_KEYS, Tenants, check_count, check_keys
 from oasiskv.services.staging.service import Access, Part, PartRange, SealRequest, StagingService
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Staging"].full_name
@@ -80,6 +80,9 @@ class StagingServicer(staging_pb2_grpc.StagingServicer):
         )
 
     async def Seal(self, request: pb.SealRequest, context: Context) -> pb.SealResponse:
+        # Before anything is made of them: what a message has room for would keep everybody waiting for seconds.
+        num_blocks = len(self._leases.writable(request.peer_id, request.lease_id))
+        check_count("blocks", len(request.blocks) + len(request.columns.block_indices), num_blocks)
         blocks = [
             SealRequest(block_index=block.block_index, block_key=key, checksums=block.checksums)
             for block, key in zip(
@@ -126,6 +129,8 @@ class StagingServicer(staging_pb2_grpc.StagingServicer):
     async def FetchDescriptors(
         self, request: pb.FetchDescriptorsRequest, context: Context
     ) -> pb.FetchDescriptorsResponse:
+        num_blocks = len(self._leases.readable(request.peer_id, request.lease_id))
+        check_count("block_indices", len(request.block_indices), num_blocks)
         found = self._service.describe(request.peer_id, request.lease_id, request.block_indices)
         if request.in_columns:
             columns = pb.BlockColumns(
@@ -169,6 +174,9 @@ class StagingServicer(staging_pb2_grpc.StagingServicer):
         return pb.PutResponse(num_parts=num_parts)
 
     async def Get(self, request: pb.GetRequest, context: Context) -> AsyncIterator[pb.GetResponse]:
+        num_blocks = len(self._leases.readable(request.peer_id, request.lease_id))
+        num_parts = num_blocks * self._service.config.fingerprint.num_parts
+        check_count("ranges", len(request.ranges), min(num_parts, MAX_KEYS))
         ranges = [
             PartRange(block_index=wanted.block_index, first_part=wanted.first_part, num_parts=wanted.num_parts)
             for wanted in request.ranges
