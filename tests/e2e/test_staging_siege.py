@@ -128,20 +128,22 @@ def test_a_list_longer_than_the_lease_is_refused_before_anything_is_made_of_it(s
     async def scenario() -> None:
         async with peer(server) as user:
             lease_id = await user.stage(random_blocks(2, b"a", b"b"))
-            ids = {"peer_id": user.peer_id, "lease_id": lease_id}
+            peer_id = user.peer_id
             stub, call = user.client.stub, user.client.call
             # Empty ones, so that their contents would be refused by another name.
-            rows = pb.SealRequest(**ids, blocks=[pb.SealedBlock()] * 100_000)
-            columns = pb.SealRequest(**ids, columns=pb.SealedColumns(block_indices=[0] * 100_000))
+            rows = pb.SealRequest(peer_id=peer_id, lease_id=lease_id, blocks=[pb.SealedBlock()] * 100_000)
+            columns = pb.SealRequest(
+                peer_id=peer_id, lease_id=lease_id, columns=pb.SealedColumns(block_indices=[0] * 100_000)
+            )
             for request in (rows, columns):
                 with pytest.raises(InvalidRequestError, match=r"^blocks: expected at most 2, got 100000"):
                     await call(stub.Seal, request)
-            many = pb.FetchDescriptorsRequest(**ids, block_indices=[9] * 100_000)
+            many = pb.FetchDescriptorsRequest(peer_id=peer_id, lease_id=lease_id, block_indices=[9] * 100_000)
             with pytest.raises(InvalidRequestError, match=r"^block_indices: expected at most 2, got 100000"):
                 await call(stub.FetchDescriptors, many)
             ranges = [pb.PartRange()] * 100_000
             with pytest.raises(InvalidRequestError, match=rf"^ranges: expected at most {2 * NUM_PARTS}, got 100000"):
-                await anext(user.client.get(user.peer_id, lease_id, ranges))
+                await anext(user.client.get(peer_id, lease_id, ranges))
 
     asyncio.run(scenario())
 

@@ -9,7 +9,8 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from types import NoneType
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from oasiskv.core.config import LookaheadConfig
 from oasiskv.core.errors import ConfigError
@@ -26,6 +27,8 @@ OWNED_ARGUMENTS = {
     "kv_transfer_config": "engine.lookahead",
 }
 """Arguments of vLLM that the services set themselves, and the setting that says what they become."""
+
+SCALARS = {bool: "true or false", int: "an integer", float: "a number", str: "a text"}
 
 TABLES = frozenset(
     {"engine", "fingerprint", "prefill", "decode", "tls", "staging", "leases", "server", "disk", "directory", "up"}
@@ -257,12 +260,28 @@ def build(cls: type[Config], table: str, values: Mapping[str, Any], **others: An
     names = {field.name for field in fields(cls)} - others.keys()  # type: ignore[arg-type]
     for name in values.keys() - names:
         raise ConfigError(f"{table}.{name}: expected one of {', '.join(sorted(names))}")
+    _check_scalars(cls, table, values)
     try:
         return cls(**values, **others)
     except ConfigError as cause:
         raise ConfigError(f"{table}.{cause}") from cause
     except TypeError as cause:  # a field without a default is absent, or a value is of a type that nothing compares to
         raise ConfigError(f"{table}: {cause}") from cause
+
+
+def _check_scalars(cls: type[Any], table: str, values: Mapping[str, Any]) -> None:
+    """Refuse a value of another kind than its field's, where that is a truth value, a number or a text."""
+    hints = get_type_hints(cls)
+    for name, value in values.items():
+        kinds = get_args(hints[name]) or (hints[name],)
+        if any(kind not in SCALARS and kind is not NoneType for kind in kinds):
+            continue
+        # A number of Python's may be a truth value, and an integer serves as a number.
+        found = {type(value), float} if type(value) is int else {type(value)}
+        if found.isdisjoint(kinds):
+            expected = " or ".join(SCALARS[kind] for kind in kinds if kind in SCALARS)
+            # Without the value, which may hold a password.
+            raise ConfigError(f"{table}.{name}: expected {expected}, got a value of type {type(value).__name__}")
 
 
 def check_address(name: str, address: object) -> None:

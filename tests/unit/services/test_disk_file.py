@@ -1,4 +1,6 @@
+import ctypes
 import errno
+import mmap
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -215,6 +217,73 @@ def test_a_disk_without_room_is_refused_at_the_start_and_nothing_is_left(
     with pytest.raises(ConfigError, match=r"^disk\.max_bytes: expected room for \d+ bytes in .*, got \d+ free"):
         DiskFile.open(configure(tmp_path), SMALL)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_without_room_is_told_without_filling_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: int) -> None:
+        raise AssertionError("it was tried")
+
+    monkeypatch.setattr(os, "posix_fallocate", fail)
+    with pytest.raises(ConfigError, match=r"^disk\.max_bytes: expected room for \d+ bytes in .*, got [1-9]\d* free$"):
+        DiskFile.open(replace(configure(tmp_path), max_bytes=2**62), SMALL)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_cannot_grow_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = DiskFile.open(configure(tmp_path), SMALL)
+    assert put(file, 0, b"k", 1, block(SMALL, 1)) is BlockStatus.INTACT
+    file.close()
+    real, size = os.posix_fallocate, file.path.stat().st_size
+
+    def run_out(fd: int, offset: int, num_bytes: int) -> None:
+        real(fd, offset, size + 4096)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", run_out)
+    with pytest.raises(ConfigError, match="expected room"):
+        DiskFile.open(replace(configure(tmp_path), max_bytes=2 * size), SMALL)
+    assert file.path.stat().st_size == size
+
+
+def test_what_is_no_file_of_ours_keeps_no_service_from_starting(tmp_path: Path) -> None:
+    (tmp_path / "oasiskv-folder").mkdir()
+    os.mkfifo(tmp_path / "oasiskv-pipe")
+    (tmp_path / "elsewhere").write_bytes(b"theirs")
+    (tmp_path / "oasiskv-link.new").symlink_to(tmp_path / "elsewhere")
+    before = set(tmp_path.iterdir())
+    DiskFile.open(configure(tmp_path), SMALL).close()
+    assert before <= set(tmp_path.iterdir())
+    assert (tmp_path / "elsewhere").read_bytes() == b"theirs"
+
+
+def num_cached_pages(path: Path) -> int:
+    """Return how many pages of a file the page cache has."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as pages:
+        buffer = ctypes.c_char.from_buffer(pages)
+        found = (ctypes.c_ubyte * (len(pages) // mmap.PAGESIZE))()
+        assert libc.mincore(ctypes.byref(buffer), ctypes.c_size_t(len(pages)), found) == 0
+        del buffer
+        return sum(one & 1 for one in found)
+
+
+@pytest.mark.parametrize("is_direct", [True, False])
+def test_bytes_pass_by_the_page_cache_unless_that_is_switched_off_and_the_file_says_which(
+    tmp_path: Path, is_direct: bool
+) -> None:
+    try:
+        file = DiskFile.open(replace(configure(tmp_path), use_direct_io=is_direct), ALIGNED)
+    except ConfigError as error:
+        pytest.skip(f"the file system of {tmp_path} has no direct I/O: {error}")
+    try:
+        os.posix_fadvise(file._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        parts = block(ALIGNED, 1)
+        assert put(file, 0, b"k", 1, parts) is BlockStatus.INTACT
+        assert file.read(0, b"k", 1, block(ALIGNED, 2))[0] is BlockStatus.INTACT
+        assert bool(num_cached_pages(file.path)) != is_direct
+        assert file.reason.startswith("direct I/O" if is_direct else "through the page cache")
+    finally:
+        file.close()
 
 
 def without_direct_io(real: Callable[..., int]) -> Callable[..., int]:

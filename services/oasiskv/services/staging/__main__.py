@@ -56,6 +56,15 @@ class ProcessConfig:
     drain_s: float = 30.0
     """Seconds that leases get to end, and their blocks to reach the disk, after SIGTERM, before they are lost."""
 
+    def __post_init__(self) -> None:
+        """Check the fields.
+
+        Raises:
+            ConfigError: One is out of its range.
+        """
+        if not self.drain_s >= 0:
+            raise ConfigError(f"drain_s: expected a number of at least 0, got {self.drain_s}")
+
 
 def read_config(text: str) -> ProcessConfig:
     """Return the configuration in a TOML text.
@@ -84,7 +93,8 @@ def read_config(text: str) -> ProcessConfig:
     leases = build(
         LeaseConfig, "leases", {"max_blocks_per_peer": num_blocks} | tables.get("leases", {}), num_blocks=num_blocks
     )
-    tls = build(TlsConfig, "tls", {k: Path(v) for k, v in tables["tls"].items()}) if "tls" in tables else None
+    files = {name: Path(str(value)) for name, value in tables.get("tls", {}).items()}
+    tls = build(TlsConfig, "tls", files) if "tls" in tables else None
     disk = build(DiskConfig, "disk", tables["disk"]) if "disk" in tables else None
     directory = build(DirectoryConfig, "directory", tables["directory"]) if "directory" in tables else None
     # A part and its fields must fit into a message; others are small.
@@ -99,13 +109,10 @@ def read_config(text: str) -> ProcessConfig:
     if staging.get("tenants", "one") != "one" and tls is None:
         raise ConfigError("staging.tenants: expected [tls], since a tenant is the name in a certificate")
     server = build(ServerConfig, "server", listen, tls=tls, max_message_bytes=message_bytes)
-    return ProcessConfig(
-        staging=build(
-            StagingConfig, "staging", staging, fingerprint=fingerprint, leases=leases, disk=disk, directory=directory
-        ),
-        server=server,
-        **process,
+    held = build(
+        StagingConfig, "staging", staging, fingerprint=fingerprint, leases=leases, disk=disk, directory=directory
     )
+    return build(ProcessConfig, "staging", process, staging=held, server=server)
 
 
 async def run(config: ProcessConfig) -> None:
@@ -121,12 +128,19 @@ async def run(config: ProcessConfig) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stopping.put_nowait, number)
     async with contextlib.AsyncExitStack() as resources:
         staging = config.staging
+        # Before the memory, which takes a while to touch: a folder that is absent is told at once.
+        disk_file = DiskFile.open(staging.disk, staging.fingerprint) if staging.disk is not None else None
+        closing_file = resources.enter_context(contextlib.ExitStack())
+        if disk_file is not None:
+            closing_file.callback(disk_file.close)
+        if staging.hands_memory_over and not Path(staging.memory_socket).parent.is_dir():
+            raise ConfigError(f"memory_socket: expected a path in a folder, got {staging.memory_socket!r}")
         memory = StagingMemory(staging.fingerprint, staging.leases.num_blocks, staging.huge_pages)
         resources.callback(memory.close)
         logger.info("memory: %s", memory.reason)
-        disk_file = DiskFile.open(staging.disk, staging.fingerprint) if staging.disk is not None else None
         service = StagingService(staging, memory, disk_file=disk_file)
         if service.disk_tier is not None:
+            closing_file.pop_all()  # from here on the tier closes it
             resources.push_async_callback(service.disk_tier.stop)
             await service.disk_tier.start()
             gc.freeze()  # the index of the disk stays: no collection has to walk through it, and stop calls

@@ -7,6 +7,7 @@ leaves a block whole or not there. Where power fails, the device may have kept t
 differ, and reading says so.
 """
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -127,6 +128,13 @@ class DiskFile:
         finally:
             os.close(folder_fd)
         return cls(fd, path, fingerprint, num_slots)
+
+    @property
+    def reason(self) -> str:
+        """How bytes reach the device, and why; as the kernel has the file open, whatever the setting says."""
+        if fcntl.fcntl(self._fd, fcntl.F_GETFL) & os.O_DIRECT:
+            return "direct I/O"
+        return "through the page cache, since use_direct_io is false"
 
     def close(self) -> None:
         """Let another process have the file; no other method may be running."""
@@ -268,9 +276,13 @@ def _superblock(fingerprint: Fingerprint) -> bytes:
 def _sweep(own: Path) -> None:
     """Remove files of ours that no process uses: of other fingerprints, and those that were being made."""
     for path in sorted(own.parent.glob(f"{PREFIX}*")):
-        if path == own:
+        if path == own or path.is_symlink() or not path.is_file():
             continue
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            logger.warning("%s is left, as it cannot be opened: %s", path, error)
+            continue
         try:
             is_ours = path.suffix == NEW_SUFFIX or os.pread(fd, len(SUPERBLOCK_MAGIC), 0) == SUPERBLOCK_MAGIC
             if is_ours and _lock(fd):
@@ -327,13 +339,17 @@ def _lock(fd: int) -> bool:
 
 def _reserve(fd: int, num_bytes: int, path: Path) -> None:
     """Give the file its size, so that no write finds the file system full later."""
+    before, system = os.fstat(fd), os.fstatvfs(fd)
+    num_free = system.f_bavail * system.f_frsize
+    refusal = f"disk.max_bytes: expected room for {num_bytes} bytes in {str(path.parent)!r}, got {num_free} free"
+    # Trying would fill the file system for a moment, for everybody who writes to it.
+    if num_bytes - before.st_blocks * 512 > num_free:
+        raise ConfigError(refusal)
     try:
-        if os.fstat(fd).st_size > num_bytes:
+        if before.st_size > num_bytes:
             os.ftruncate(fd, num_bytes)
         os.posix_fallocate(fd, 0, num_bytes)
     except OSError as cause:
-        stat = os.fstatvfs(fd)
-        raise ConfigError(
-            f"disk.max_bytes: expected room for {num_bytes} bytes in {str(path.parent)!r}, "
-            f"got {stat.f_bavail * stat.f_frsize} free: {cause}"
-        ) from cause
+        with contextlib.suppress(OSError):
+            os.ftruncate(fd, before.st_size)
+        raise ConfigError(f"{refusal}: {cause}") from cause

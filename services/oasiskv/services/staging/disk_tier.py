@@ -50,13 +50,19 @@ class DiskTier:
         self.seconds = {"read": 0.0, "write": 0.0}
         """Seconds by `read` or `write`, added up over those that ran at a time, since the start."""
 
+    @property
+    def reason(self) -> str:
+        """How bytes reach the device, and why."""
+        return self._file.reason
+
     async def start(self) -> None:
         """Find what an earlier process left in the file, and begin to spill."""
         slots = range(self._file.num_slots)
         ranges = [slots[start : start + SCAN_SLOTS] for start in range(0, len(slots), SCAN_SLOTS)]
         scans = [in_thread(partial(self._file.scan, one), self._threads) for one in ranges]
         self._tiers.disk.restore(entry for found in await asyncio.gather(*scans) for entry in found)
-        logger.info("%s holds %d blocks of %d", self._file.path, self._tiers.disk.num_held, self._file.num_slots)
+        held, path = self._tiers.disk, self._file.path
+        logger.info("%s holds %d blocks of %d; %s", path, held.num_held, self._file.num_slots, self.reason)
         self._writers = [asyncio.create_task(self._write_forever()) for _ in range(self._config.num_writers)]
 
     async def stop(self) -> None:

@@ -228,6 +228,7 @@ class StagingServicer(staging_pb2_grpc.StagingServicer):
             transport_reason=self._data_plane.transport.reason,
             num_links=counts.num_links,
             memory_reason=self._service.memory.reason,
+            disk_reason=self._service.disk_tier.reason if self._service.disk_tier else "",
             num_disk_blocks=tiers.disk.num_slots,
             num_held_disk_blocks=tiers.disk.num_held,
             num_unwritten_blocks=tiers.num_unwritten,

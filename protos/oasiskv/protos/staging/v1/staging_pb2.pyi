@@ -403,7 +403,7 @@ class StatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatsResponse(_message.Message):
-    __slots__ = ("epoch", "is_draining", "num_blocks", "num_free_blocks", "num_cached_blocks", "num_fenced_blocks", "num_peers", "num_leases", "num_sealed_total", "num_evicted_total", "num_expired_leases_total", "num_corrupt_blocks_total", "num_disk_blocks", "num_held_disk_blocks", "num_unwritten_blocks", "num_lost_blocks_total", "num_disk_errors_total", "transport", "transport_reason", "num_links", "memory_reason")
+    __slots__ = ("epoch", "is_draining", "num_blocks", "num_free_blocks", "num_cached_blocks", "num_fenced_blocks", "num_peers", "num_leases", "num_sealed_total", "num_evicted_total", "num_expired_leases_total", "num_corrupt_blocks_total", "num_disk_blocks", "num_held_disk_blocks", "num_unwritten_blocks", "num_lost_blocks_total", "num_disk_errors_total", "transport", "transport_reason", "num_links", "memory_reason", "disk_reason")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     IS_DRAINING_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -425,6 +425,7 @@ class StatsResponse(_message.Message):
     TRANSPORT_REASON_FIELD_NUMBER: _ClassVar[int]
     NUM_LINKS_FIELD_NUMBER: _ClassVar[int]
     MEMORY_REASON_FIELD_NUMBER: _ClassVar[int]
+    DISK_REASON_FIELD_NUMBER: _ClassVar[int]
     epoch: str
     is_draining: bool
     num_blocks: int
@@ -446,7 +447,8 @@ class StatsResponse(_message.Message):
     transport_reason: str
     num_links: int
     memory_reason: str
-    def __init__(self, epoch: _Optional[str] = ..., is_draining: _Optional[bool] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_fenced_blocks: _Optional[int] = ..., num_peers: _Optional[int] = ..., num_leases: _Optional[int] = ..., num_sealed_total: _Optional[int] = ..., num_evicted_total: _Optional[int] = ..., num_expired_leases_total: _Optional[int] = ..., num_corrupt_blocks_total: _Optional[int] = ..., num_disk_blocks: _Optional[int] = ..., num_held_disk_blocks: _Optional[int] = ..., num_unwritten_blocks: _Optional[int] = ..., num_lost_blocks_total: _Optional[int] = ..., num_disk_errors_total: _Optional[int] = ..., transport: _Optional[str] = ..., transport_reason: _Optional[str] = ..., num_links: _Optional[int] = ..., memory_reason: _Optional[str] = ...) -> None: ...
+    disk_reason: str
+    def __init__(self, epoch: _Optional[str] = ..., is_draining: _Optional[bool] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_fenced_blocks: _Optional[int] = ..., num_peers: _Optional[int] = ..., num_leases: _Optional[int] = ..., num_sealed_total: _Optional[int] = ..., num_evicted_total: _Optional[int] = ..., num_expired_leases_total: _Optional[int] = ..., num_corrupt_blocks_total: _Optional[int] = ..., num_disk_blocks: _Optional[int] = ..., num_held_disk_blocks: _Optional[int] = ..., num_unwritten_blocks: _Optional[int] = ..., num_lost_blocks_total: _Optional[int] = ..., num_disk_errors_total: _Optional[int] = ..., transport: _Optional[str] = ..., transport_reason: _Optional[str] = ..., num_links: _Optional[int] = ..., memory_reason: _Optional[str] = ..., disk_reason: _Optional[str] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
     __slots__ = ("peer_id",)
