@@ -277,6 +277,11 @@ def test_health_and_reflection_answer(server: Server) -> None:
                 for one in found.list_services_response.service
             ]
             assert "oasiskv.staging.v1.Staging" in names
+            # By a method as well, as `grpcurl describe` and `ghz` ask; what there is none of is not found.
+            for symbol, is_there in (("Staging", True), ("Staging.Drain", True), ("Staging.Drown", False), ("", False)):
+                asked = reflection_pb2.ServerReflectionRequest(file_containing_symbol=f"oasiskv.staging.v1.{symbol}")
+                answers = [one async for one in stub.ServerReflectionInfo(iter([asked]))]
+                assert [one.HasField("file_descriptor_response") for one in answers] == [is_there]
 
     asyncio.run(scenario())
 

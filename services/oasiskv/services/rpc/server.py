@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
+from google.protobuf import descriptor_pool
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health
 from grpc_reflection.v1alpha import reflection
@@ -64,6 +65,27 @@ class ServerConfig:
             raise ConfigError(
                 f"max_message_bytes: expected at least {DEFAULT_MESSAGE_BYTES}, got {self.max_message_bytes}"
             )
+
+
+class _Symbols:
+    """What reflection knows: protobuf's pool, in which methods are found too, as `grpcurl describe` and `ghz` ask."""
+
+    def __init__(self) -> None:
+        self._pool: Any = descriptor_pool.Default()  # type: ignore[no-untyped-call]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pool, name)
+
+    def FindFileContainingSymbol(self, symbol: str) -> Any:
+        """Return the file of a message, a service or a method; raises KeyError if there is none."""
+        service_name, _, method = symbol.rpartition(".")
+        try:
+            return self._pool.FindFileContainingSymbol(symbol)
+        except KeyError:
+            service = self._pool.FindServiceByName(service_name)
+            if method not in service.methods_by_name:
+                raise
+            return service.file
 
 
 class RpcServer:
@@ -129,7 +151,7 @@ class RpcServer:
         checks = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(checks, server)
         names = ("", health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, *service_names)
-        reflection.enable_server_reflection((*names[1:], reflection.SERVICE_NAME), server)
+        reflection.enable_server_reflection((*names[1:], reflection.SERVICE_NAME), server, _Symbols())
         try:
             if config.tls is None:
                 port = server.add_insecure_port(config.address)
