@@ -9,7 +9,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from types import NoneType
+from types import NoneType, UnionType
 from typing import Any, TypeVar, get_args, get_type_hints
 
 from oasiskv.core.config import LookaheadConfig
@@ -273,7 +273,7 @@ def _check_scalars(cls: type[Any], table: str, values: Mapping[str, Any]) -> Non
     """Refuse a value of another kind than its field's, where that is a truth value, a number or a text."""
     hints = get_type_hints(cls)
     for name, value in values.items():
-        kinds = get_args(hints[name]) or (hints[name],)
+        kinds = get_args(hints[name]) if isinstance(hints[name], UnionType) else (hints[name],)
         if any(kind not in SCALARS and kind is not NoneType for kind in kinds):
             continue
         # A number of Python's may be a truth value, and an integer serves as a number.

@@ -174,9 +174,7 @@ class StagingServicer(staging_pb2_grpc.StagingServicer):
         return pb.PutResponse(num_parts=num_parts)
 
     async def Get(self, request: pb.GetRequest, context: Context) -> AsyncIterator[pb.GetResponse]:
-        num_blocks = len(self._leases.readable(request.peer_id, request.lease_id))
-        num_parts = num_blocks * self._service.config.fingerprint.num_parts
-        check_count("ranges", len(request.ranges), min(num_parts, MAX_KEYS))
+        check_count("ranges", len(request.ranges), MAX_KEYS)
         ranges = [
             PartRange(block_index=wanted.block_index, first_part=wanted.first_part, num_parts=wanted.num_parts)
             for wanted in request.ranges
