@@ -1,5 +1,6 @@
 """The operator as a process under the chart's role, over real controllers and the real KServe."""
 
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -66,6 +67,15 @@ def quiet(operator: OperatorProcess) -> float:
         if (now := operator.metric("oasiskv_operator_writes_total")) != last:
             last, since_s = now, time.monotonic()
     return last
+
+
+def events(plane: ControlPlane, namespace: str) -> dict[str, dict[str, Any]]:
+    """Return what was told of a service by the operator, by reason; each decision is told once."""
+    found = plane.get("events.events.k8s.io", "-n", namespace)["items"]
+    own = [each for each in found if each["regarding"].get("kind") == "OasisKVService"]
+    made = {each["reason"]: each for each in own}
+    assert len(made) == len(own)
+    return made
 
 
 def test_from_nothing_to_pods_on_the_right_hosts_and_back(
@@ -166,13 +176,14 @@ def test_kinds_that_are_installed_later_are_used_without_a_restart_and_each_numb
 ) -> None:
     operator = start(account, "--read-nodes", "--resync-seconds=2")
     scaling = {"maxReplicas": 3, "prometheus": PROMETHEUS}
-    plane.put([sample("chat", namespace, prefill={"scaling": scaling})])
+    decode = {"replicas": 2, "scaling": {"maxReplicas": 4, "prometheus": {"address": "http://prometheus:9090"}}}
+    plane.put([sample("chat", namespace, prefill={"scaling": scaling}, decode=decode)])
     settle(plane, namespace)
     # Without KEDA the operator itself asks the pods, of which none answers here.
     wait_for(lambda: condition(plane, namespace, "chat", "ScalingActive")["reason"] == "NoMetrics", "no answer")
     for kind in ("PodMonitor", "ScaledObject"):
         plane.define_optional(kind)
-    wait_for(lambda: plane.get("scaledobjects,podmonitors", "-n", namespace)["items"].__len__() == 2, "both kinds")
+    wait_for(lambda: plane.get("scaledobjects,podmonitors", "-n", namespace)["items"].__len__() == 3, "both kinds")
     settle(plane, namespace)
     assert condition(plane, namespace, "chat", "ScalingActive")["reason"] == "Keda"
     # KEDA's number is left alone, and is the operator's again when KEDA is not wanted any more.
@@ -181,6 +192,11 @@ def test_kinds_that_are_installed_later_are_used_without_a_restart_and_each_numb
     wait_for(lambda: plane.get("oks", "chat", "-n", namespace)["status"]["roles"]["prefill"]["ready"] == 3, "3 pods")
     quiet(operator)
     assert plane.get("deployment", name, "-n", namespace)["spec"]["replicas"] == 3
+    # Of decode it scales the service itself, as its target says.
+    target = plane.get("scaledobject", "chat-decode", "-n", namespace)["spec"]["scaleTargetRef"]
+    assert target == {"apiVersion": "oasiskv.io/v1alpha1", "kind": "OasisKVService", "name": "chat"}
+    plane.check("scale", "oks", "chat", "-n", namespace, "--replicas=3")
+    wait_for(lambda: plane.get("oks", "chat", "-n", namespace)["status"]["roles"]["decode"]["ready"] == 3, "3 pods")
     plane.check(
         "patch",
         "oks",
@@ -189,7 +205,12 @@ def test_kinds_that_are_installed_later_are_used_without_a_restart_and_each_numb
         namespace,
         "--type=json",
         "-p",
-        '[{"op":"replace","path":"/spec/prefill","value":{"replicas":2}}]',
+        json.dumps(
+            [
+                {"op": "replace", "path": "/spec/prefill", "value": {"replicas": 2}},
+                {"op": "remove", "path": "/spec/decode/scaling"},
+            ]
+        ),
     )
     operator.stop()  # in the middle, as it may be
     start(account, "--read-nodes", "--resync-seconds=2")
@@ -228,4 +249,44 @@ def test_pods_that_have_no_room_are_said_in_numbers_and_start_when_there_is(
     plane.add_nodes(1, "new", pool="new")
     wait_for(lambda: condition(plane, namespace, "chat", "PlacementFeasible").get("status") == "True", "room")
     settle(plane, namespace)
+    wait_for(lambda: "RolloutDone" in events(plane, namespace), "the last event")
+    told = events(plane, namespace)
+    assert told["NoNodeMatches"]["note"] == f"PlacementFeasible: {message}"
+    assert (told["NoNodeMatches"]["type"], told["Fits"]["type"]) == ("Warning", "Normal")
+    plane.check("patch", "oks", "chat", "-n", namespace, "--type=merge", "-p", '{"spec":{"staging":{"memory":"1"}}}')
+    wait_for(lambda: "InvalidSpec" in events(plane, namespace), "the refused edit to be told")
+    assert "series" not in told["NoNodeMatches"]
     plane.check("delete", "node", "new-0")
+
+
+def test_certificates_are_asked_of_cert_manager_when_it_is_there_and_never_done_without(
+    plane: ControlPlane, account: Path, namespace: str, start: Start
+) -> None:
+    start(account, "--read-nodes", "--resync-seconds=2")
+    plane.put([sample("chat", namespace, tls={"issuer": {"name": "ca"}})])
+
+    def why() -> tuple[str, str]:
+        found = condition(plane, namespace, "chat", "CertificatesReady")
+        return found.get("status", ""), found.get("reason", "")
+
+    wait_for(lambda: why() == ("False", "CertManagerMissing"), "it to say that cert-manager is missing")
+    plane.define_optional("Certificate")
+    wait_for(lambda: why() == ("False", "NotIssued"), "a certificate to be waited for")
+    (made,) = plane.get("certificates", "-n", namespace)["items"]
+    for kind in ("statefulsets", "deployments"):
+        for each in plane.get(kind, "-n", namespace)["items"]:
+            secrets = [volume["secret"] for volume in each["spec"]["template"]["spec"]["volumes"] if "secret" in volume]
+            assert [each["secretName"] for each in secrets] == [made["spec"]["secretName"]]
+    # As cert-manager does once the Secret is there.
+    ready = {"type": "Ready", "status": "True", "reason": "Ready", "lastTransitionTime": "2026-01-01T00:00:00Z"}
+    change = json.dumps({"status": {"conditions": [ready]}})
+    name = made["metadata"]["name"]
+    plane.check("patch", "certificate", name, "-n", namespace, "--subresource=status", "--type=merge", "-p", change)
+    wait_for(lambda: why() == ("True", "Issued"), "the certificate to be there")
+    settle(plane, namespace)
+    # A Secret of one's own instead is another KV generation, and the certificate goes with the old one.
+    tls = '{"spec":{"tls":{"issuer":null,"secret":"mine"}}}'
+    plane.check("patch", "oks", "chat", "-n", namespace, "--type=merge", "-p", tls)
+    wait_for(lambda: why() == ("True", "Named"), "the Secret to be named")
+    settle(plane, namespace)
+    wait_for(lambda: plane.get("certificates", "-n", namespace)["items"] == [], "no certificate")

@@ -9,7 +9,7 @@ import pytest
 
 from oasiskv.core.config import LookaheadConfig
 from oasiskv.operator.api import Network, Placement, ProfileSpec, ServiceSpec
-from oasiskv.operator.facts import INFERENCE_SERVICE, POD_MONITOR, SCALED_OBJECT, Facts, Profile
+from oasiskv.operator.facts import CERTIFICATE, INFERENCE_SERVICE, POD_MONITOR, SCALED_OBJECT, Facts, Profile
 from oasiskv.operator.kinds import Bounds, SettingsOf, camel, hints, optional
 from oasiskv.operator.reconcile import Outcome, reconcile
 from oasiskv.operator.schema import rows
@@ -45,7 +45,7 @@ LOOKAHEAD = {
 }
 FULL: dict[str, Any] = {
     **SPEC,
-    "model": {**SPEC["model"], "uri": "hf://qwen/qwen3-8b", "dtype": "float16", "tokenSecret": "hub"},
+    "model": {**SPEC["model"], "uri": "hf://qwen/qwen3-8b", "name": "qwen", "dtype": "float16", "tokenSecret": "hub"},
     "engine": {"blockSize": 32, "lookahead": LOOKAHEAD, "arguments": {"max_model_len": 8192}},
     "prefill": {**ROLE, "replicas": 2},
     "decode": {**ROLE, "replicas": 2, "localPromptTokens": 100},
@@ -73,6 +73,7 @@ FULL: dict[str, Any] = {
     },
     "endpoint": {"timeoutSeconds": 60, "visibility": "ClusterLocal"},
     "telemetry": {"otlpEndpoint": "http://collector:4317", "samplingRatio": 0.5, "podMonitor": "Off"},
+    "tls": {"secret": "certificates"},
     "networkPolicy": "Disabled",
     "suspend": False,
 }
@@ -80,7 +81,11 @@ SCALING = {"minReplicas": 1, "maxReplicas": 3, "scaleInSeconds": 60}
 SCALED = {
     **FULL,
     "prefill": {**ROLE, "scaling": {**SCALING, "queuedTokens": 100, "prometheus": PROMETHEUS}},
-    "decode": {"replicas": 2, "scaling": {**SCALING, "kvShare": 0.5, "stallShare": 0.2}},
+    "decode": {
+        "replicas": 2,
+        "scaling": {**SCALING, "kvShare": 0.5, "stallShare": 0.2, "prometheus": {"address": "http://prometheus:9090"}},
+    },
+    "tls": {"issuer": {"name": "ca", "kind": "Issuer", "group": "cert-manager.io"}},
 }
 ON_HOST = {
     **FULL,
@@ -166,7 +171,7 @@ def outcome(spec: Mapping[str, Any]) -> Outcome:
     named = spec.get("profile", {}).get("name")
     facts = Facts(
         now="2026-01-01T00:00:00Z",
-        kinds=frozenset({INFERENCE_SERVICE, POD_MONITOR, SCALED_OBJECT}),
+        kinds=frozenset({CERTIFICATE, INFERENCE_SERVICE, POD_MONITOR, SCALED_OBJECT}),
         nodes=(node(),),
         profile=profile if named == "h100" else None,
     )
@@ -183,7 +188,6 @@ ELSEWHERE = {"spec.profile.update"} | {
     f"spec.{role}.scaling.{setting}"
     for role, settings in {
         "prefill": ("queuedTokens", "scaleInSeconds"),
-        "decode": ("minReplicas", "maxReplicas", "kvShare", "stallShare", "scaleInSeconds"),
     }.items()
     for setting in settings
 }

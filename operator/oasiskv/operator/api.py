@@ -32,6 +32,9 @@ class Model:
     hash: Annotated[str, Pattern(r"^\S{1,256}$", "sha256 of the weights")]
     """Of the weights and of all else that shapes K and V; services with other hashes exchange no KV."""
 
+    name: Annotated[str, Pattern(r"^[\w./:-]{1,128}$", "qwen3-8b")] | None = None
+    """What requests call it; else OWNER/NAME, or the folder below /models."""
+
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Type of K and V."""
 
@@ -158,6 +161,14 @@ class Scaling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PodMetrics:
+    """Where KEDA finds the pods' own metrics."""
+
+    address: Annotated[str, Pattern(r"^https?://\S+$", "http://prometheus.monitoring:9090")]
+    """URL of a Prometheus that scrapes the pods, with labels `namespace` and `pod` as a PodMonitor gives them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeScaling:
     """The number of decode pods follows the KV that they hold and the time that they wait for it."""
 
@@ -176,7 +187,15 @@ class DecodeScaling:
     scale_in_seconds: Annotated[int, Bounds(0, 86400)] = 300
     """How long fewer pods must do before one goes."""
 
+    prometheus: PodMetrics | None = None
+    """Has KEDA, if it is installed, decide by the same shares instead of the operator; it writes `replicas`."""
+
     RULES: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "!has(self.prometheus) || self.scaleInSeconds <= 3600",
+            "scaleInSeconds: expected at most 3600 with prometheus, as much as KEDA can wait",
+            lambda scaling: scaling.prometheus is None or scaling.scale_in_seconds <= 3600,
+        ),
         Rule(
             "self.minReplicas <= self.maxReplicas",
             "minReplicas: expected at most maxReplicas",
@@ -395,6 +414,43 @@ class Endpoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Issuer:
+    """Who makes certificates, in cert-manager's words."""
+
+    name: Name
+    """Of the issuer."""
+
+    kind: Annotated[str, Pattern(r"^[A-Za-z][A-Za-z0-9]*$", "Issuer")] = "Issuer"
+    """`Issuer`, of the service's namespace; `ClusterIssuer`; or a kind of another group."""
+
+    group: Name = "cert-manager.io"
+    """Of the kind."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tls:
+    """Mutual TLS between the pods of a service, and for callers of decode.v1. A change is a new KV generation.
+
+    Clients' HTTP and the Open Inference Protocol stay plain for KServe's route. So do KV bytes with fabric RDMA or TCP.
+    """
+
+    issuer: Issuer | None = None
+    """Has cert-manager make a certificate, and renew it; pods need no restart for that."""
+
+    secret: Name | None = None
+    """A Secret with `tls.crt`, `tls.key` and `ca.crt` instead. The certificate is for servers and clients, and names
+    `*.NAMESPACE.svc`, since hosts have the KV generation in their names."""
+
+    RULES: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "has(self.issuer) != has(self.secret)",
+            "issuer: expected it or secret, and not both",
+            lambda tls: (tls.issuer is None) != (tls.secret is None),
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Telemetry:
     """What pods tell."""
 
@@ -444,6 +500,9 @@ class ServiceSpec:
 
     endpoint: Endpoint = field(default_factory=Endpoint)
     """How clients reach it."""
+
+    tls: Tls | None = None
+    """Certificates; none lets pods speak in the clear, within the network policy."""
 
     telemetry: Telemetry = field(default_factory=Telemetry)
     """Traces and metrics."""

@@ -145,6 +145,11 @@ class Client:
         """Replace an object; its version must be the one that was read."""
         return await self._request("PUT", path, params={"fieldManager": MANAGER}, json=made)
 
+    async def change(self, path: str, change: Object) -> dict[str, Any]:
+        """Set some fields of an object."""
+        headers = {"Content-Type": "application/merge-patch+json"}
+        return await self._request("PATCH", path, data=json.dumps(change), headers=headers)
+
     async def delete(self, path: str, uid: str) -> None:
         """Delete an object if it still is the one with that uid, and afterwards what it owns."""
         options = {"propagationPolicy": "Background", "preconditions": {"uid": uid}}

@@ -6,7 +6,7 @@ from typing import Literal
 
 from oasiskv.operator.api import ServiceSpec
 from oasiskv.operator.api_status import Condition, RoleStatus, RoleStatuses, ScalingStatus
-from oasiskv.operator.facts import INFERENCE_SERVICE, Facts, Workload
+from oasiskv.operator.facts import CERTIFICATE, INFERENCE_SERVICE, Facts, Workload
 from oasiskv.operator.names import selector, selector_text
 from oasiskv.operator.placement import Room
 from oasiskv.operator.render import Rendered
@@ -15,6 +15,7 @@ MUST = (
     "Accepted",
     "ProfileResolved",
     "Applied",
+    "CertificatesReady",
     "StagingReady",
     "PrefillReady",
     "DecodeReady",
@@ -51,6 +52,7 @@ def findings(
     """
     made = [Finding("Accepted", True, "Valid")]
     made.append(Finding("Applied", not facts.refused, "Refused" if facts.refused else "Written", facts.refused))
+    made.append(_certificates(spec, rendered.kv, facts))
     if room is None:
         made.append(Finding("PlacementFeasible", None, "NodesNotVisible", "the operator may not look at nodes"))
     else:
@@ -76,6 +78,20 @@ def findings(
     is_open = facts.decode is not None and bool(facts.decode.url) and facts.decode.ready > 0
     made.append(Finding("EndpointReady", is_open, "Routable" if is_open else "NoRoute"))
     return made
+
+
+def _certificates(spec: ServiceSpec, kv: str, facts: Facts) -> Finding:
+    if spec.tls is None:
+        return Finding("CertificatesReady", True, "NotUsed")
+    if spec.tls.secret is not None:
+        # The operator may not read Secrets; pods wait for one that is not there, and their events say so.
+        return Finding("CertificatesReady", True, "Named", f"pods mount Secret {spec.tls.secret}")
+    if CERTIFICATE not in facts.kinds:
+        message = f"expected the API server to know {CERTIFICATE}, got none: cert-manager is not installed"
+        return Finding("CertificatesReady", False, "CertManagerMissing", message)
+    if why := facts.certificates.get(kv, "its object is not there yet"):
+        return Finding("CertificatesReady", False, "NotIssued", why)
+    return Finding("CertificatesReady", True, "Issued")
 
 
 def scaling_finding(spec: ServiceSpec, scaled: ScalingStatus, roles: frozenset[str], facts: Facts) -> Finding | None:

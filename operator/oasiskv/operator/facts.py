@@ -9,6 +9,7 @@ from oasiskv.operator.api_status import ServiceStatus
 
 SCALED_OBJECT = "ScaledObject.keda.sh"
 POD_MONITOR = "PodMonitor.monitoring.coreos.com"
+CERTIFICATE = "Certificate.cert-manager.io"
 INFERENCE_SERVICE = "InferenceService.serving.kserve.io"
 
 
@@ -132,6 +133,9 @@ class Facts:
 
     stagings: Mapping[str, Workload] = field(default_factory=dict)
     """By KV generation."""
+
+    certificates: Mapping[str, str] = field(default_factory=dict)
+    """By KV generation: what cert-manager says of why there is none yet; empty if there is."""
 
     decode: Decode | None = None
     decode_pods: Mapping[str, int] = field(default_factory=dict)

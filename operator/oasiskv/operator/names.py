@@ -9,7 +9,7 @@ from typing import Any
 from oasiskv.core.errors import ConfigError
 from oasiskv.operator.api import ServiceSpec
 from oasiskv.operator.crds import MAX_NAME
-from oasiskv.operator.kinds import differing
+from oasiskv.operator.kinds import differing, write
 
 SERVICE, ROLE, KV = "oasiskv.io/service", "oasiskv.io/role", "oasiskv.io/kv-generation"
 ROLES = ("prefill", "decode", "staging")
@@ -25,6 +25,8 @@ def digest(*values: object) -> str:
 def kv_generation(spec: ServiceSpec) -> str:
     """Return what must be equal for two pods to exchange KV, and the volume that a StatefulSet cannot change."""
     model, lookahead, ssd = spec.model, spec.engine.lookahead, spec.staging.ssd
+    # Who asks for a certificate is no peer of who shows none.
+    tls = () if spec.tls is None else (write(spec.tls),)
     return digest(
         model.hash,
         model.dtype,
@@ -36,6 +38,7 @@ def kv_generation(spec: ServiceSpec) -> str:
         lookahead.get("summary"),
         lookahead.get("summary_dtype"),
         ssd and (ssd.size, ssd.storage_class, ssd.host_path),
+        *tls,
     )
 
 

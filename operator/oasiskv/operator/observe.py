@@ -77,12 +77,14 @@ def observe(seen: Seen, now: str) -> Facts:
     status = _status(seen.service)
     own = [pod for pod in seen.pods if not pod.has_ended]
     by_kind: dict[str, dict[str, Workload]] = {"Deployment": {}, "StatefulSet": {}}
-    inference = None
+    inference, certificates = None, {}
     for child in seen.children:
         if child["kind"] in by_kind:
             by_kind[child["kind"]][_label(child, KV)] = _workload(child)
         elif child["kind"] == "InferenceService":
             inference = child
+        elif child["kind"] == "Certificate":
+            certificates[_label(child, KV)] = _why_not_issued(child.get("status", {}))
     decode_pods: dict[str, int] = {}
     for pod in own:
         if pod.labels.get(ROLE) == "decode":
@@ -105,6 +107,7 @@ def observe(seen: Seen, now: str) -> Facts:
         ),
         prefills=by_kind["Deployment"],
         stagings=by_kind["StatefulSet"],
+        certificates=certificates,
         decode=None if inference is None else _decode(inference, seen.decode),
         decode_pods=decode_pods,
         verified=_verified(status),
@@ -159,6 +162,11 @@ def _decode(inference: Object, deployment: Object | None) -> Decode:
         is_current=counts.is_current and has_moved and is_seen,
         message=counts.message or _complaint(status),
     )
+
+
+def _why_not_issued(status: Object) -> str:
+    ready = next((each for each in status.get("conditions", ()) if each["type"] == "Ready"), {})
+    return "" if ready.get("status") == "True" else str(ready.get("message") or "cert-manager has not made it yet")
 
 
 def _complaint(status: Object) -> str:

@@ -31,6 +31,12 @@ class Site:
     kv: str
     """KV generation."""
 
+    @property
+    def tls_secret(self) -> str | None:
+        """The Secret with the pods' certificate; None where they speak in the clear."""
+        tls = self.spec.tls
+        return None if tls is None else tls.secret or f"{self.service}-tls-{self.kv}"
+
     def labels(self, role: str) -> dict[str, str]:
         """Return the labels of a role's pods."""
         return labels(self.service, role, self.kv)
@@ -168,6 +174,9 @@ def _pod(
     site: Site, container: dict[str, Any], config_map: str, volumes: list[dict[str, Any]], drain_s: int
 ) -> dict[str, Any]:
     placement = site.placement
+    if (secret := site.tls_secret) is not None:
+        container["volumeMounts"] += [{"name": "tls", "mountPath": settings.TLS, "readOnly": True}]
+        volumes = [*volumes, {"name": "tls", "secret": {"secretName": secret}}]
     pod: dict[str, Any] = {
         "automountServiceAccountToken": False,
         "terminationGracePeriodSeconds": drain_s + STOP_S,

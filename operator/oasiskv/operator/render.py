@@ -6,12 +6,12 @@ from typing import Any
 
 from oasiskv.core.errors import ConfigError
 from oasiskv.operator import settings
-from oasiskv.operator.api import Network, Placement, Rollout, ServiceSpec
-from oasiskv.operator.facts import INFERENCE_SERVICE, POD_MONITOR
+from oasiskv.operator.api import GROUP, VERSION, Network, Placement, Rollout, ServiceSpec
+from oasiskv.operator.facts import CERTIFICATE, INFERENCE_SERVICE, POD_MONITOR
 from oasiskv.operator.kinds import quantity
 from oasiskv.operator.names import KV, SERVICE, digest, kv_generation, labels, selector
 from oasiskv.operator.pods import Site, engine_pod, staging_pod
-from oasiskv.operator.scaling import is_kedas
+from oasiskv.operator.scaling import is_kedas, is_kedas_decode
 
 RENDER_VERSION = 1
 """Of the rules in this file and in `pods`. Whoever changes what they make of an old spec adds a version beside them."""
@@ -82,6 +82,7 @@ def render(
     deployment = _deployment(site, prefill, config["prefill"], kinds)
     service = _inference_service(site, config["decode"])
     generation = [
+        *_certificate(site, [peers.staging, peers.prefill, f"{name}-predictor.{namespace}.svc"], kinds),
         maps["staging"],
         _headless(site, "staging", staging, settings.STAGING_PORT),
         stateful,
@@ -96,7 +97,7 @@ def render(
         revisions=revisions,
         generation=tuple(generation),
         decode=(maps["decode"], service),
-        common=tuple(_common(site, kinds)),
+        common=tuple(_common(site, namespace, kinds)),
     )
 
 
@@ -123,6 +124,21 @@ def _check_memory(spec: ServiceSpec) -> None:
 def _object(site: Site, api: str, kind: str, name: str, role: str | None, kv: bool, spec: Object) -> Object:
     known = labels(site.service, role or "service", site.kv if kv else None)
     return {"apiVersion": api, "kind": kind, "metadata": {"name": name, "labels": known}, "spec": spec}
+
+
+def _certificate(site: Site, hosts: list[str], kinds: frozenset[str]) -> list[Object]:
+    """Return the Certificate of a KV generation's pods, which all of its roles show."""
+    tls, name = site.spec.tls, site.tls_secret
+    if tls is None or tls.issuer is None or name is None or CERTIFICATE not in kinds:
+        return []
+    spec = {
+        "secretName": name,
+        "dnsNames": hosts,
+        "usages": ["server auth", "client auth"],
+        "privateKey": {"algorithm": "ECDSA", "size": 256, "rotationPolicy": "Always"},
+        "issuerRef": {"name": tls.issuer.name, "kind": tls.issuer.kind, "group": tls.issuer.group},
+    }
+    return [_object(site, "cert-manager.io/v1", "Certificate", name, None, True, spec)]
 
 
 def _config_map(site: Site, role: str, text: str) -> Object:
@@ -233,7 +249,42 @@ def _scaled_object(site: Site, name: str) -> Object:
     return _object(site, "keda.sh/v1alpha1", "ScaledObject", name, "prefill", True, spec)
 
 
-def _common(site: Site, kinds: frozenset[str]) -> list[Object]:
+def _decode_scaler(site: Site, namespace: str) -> Object:
+    """Return the ScaledObject of decode, whose target is the service's own scale subresource: KServe's has none."""
+    scaling = site.spec.decode.scaling
+    assert scaling is not None
+    assert scaling.prometheus is not None
+    pods = f'{{namespace="{namespace}",pod=~"{site.service}-predictor-.+"}}'
+    capacity = f"(oasiskv_decode_kv_capacity_bytes{pods} > 0)"
+    # KEDA divides by the threshold for the number of pods, so these are sums over pods.
+    queries = {
+        f"sum(max by (pod) (oasiskv_decode_kv_bytes{pods} / {capacity}))": scaling.kv_share,
+        f"sum(rate(oasiskv_stall_seconds_total{pods}[2m]))": scaling.stall_share,
+    }
+    address, one_s = scaling.prometheus.address, max(1, min(1800, scaling.scale_in_seconds))
+    behavior = {
+        "scaleDown": {
+            "stabilizationWindowSeconds": scaling.scale_in_seconds,
+            "policies": [{"type": "Pods", "value": 1, "periodSeconds": one_s}],
+        }
+    }
+    spec = {
+        "scaleTargetRef": {"apiVersion": f"{GROUP}/{VERSION}", "kind": "OasisKVService", "name": site.service},
+        "minReplicaCount": scaling.min_replicas,
+        "maxReplicaCount": scaling.max_replicas,
+        "advanced": {"horizontalPodAutoscalerConfig": {"behavior": behavior}},
+        "triggers": [
+            {
+                "type": "prometheus",
+                "metadata": {"serverAddress": address, "query": query, "threshold": str(threshold)},
+            }
+            for query, threshold in queries.items()
+        ],
+    }
+    return _object(site, "keda.sh/v1alpha1", "ScaledObject", f"{site.service}-decode", "decode", False, spec)
+
+
+def _common(site: Site, namespace: str, kinds: frozenset[str]) -> list[Object]:
     name = site.service
     made = [
         _object(
@@ -247,6 +298,8 @@ def _common(site: Site, kinds: frozenset[str]) -> list[Object]:
         )
         for role in ("prefill", "decode")
     ]
+    if is_kedas_decode(site.spec, kinds) and not site.spec.suspend:
+        made.append(_decode_scaler(site, namespace))
     if site.spec.network_policy == "Enabled":
         made += _network_policies(site)
     if site.spec.telemetry.pod_monitor == "Auto" and POD_MONITOR in kinds:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from oasiskv.operator.api import GROUP, VERSION
-from oasiskv.operator.facts import INFERENCE_SERVICE, POD_MONITOR, SCALED_OBJECT
+from oasiskv.operator.facts import CERTIFICATE, INFERENCE_SERVICE, POD_MONITOR, SCALED_OBJECT
 from oasiskv.operator.names import SERVICE
 
 
@@ -34,6 +34,7 @@ SERVICES = Resource(kind="OasisKVService", api=f"{GROUP}/{VERSION}", plural="oas
 PROFILES = Resource(kind="OasisKVProfile", api=f"{GROUP}/{VERSION}", plural="oasiskvprofiles")
 PODS = Resource(kind="Pod", api="v1", plural="pods")
 NODES = Resource(kind="Node", api="v1", plural="nodes")
+EVENTS = Resource(kind="Event", api="events.k8s.io/v1", plural="events")
 LEASES = Resource(kind="Lease", api="coordination.k8s.io/v1", plural="leases")
 
 CHILDREN: Mapping[str, Resource] = {
@@ -58,6 +59,13 @@ CHILDREN: Mapping[str, Resource] = {
             plural="scaledobjects",
             selector=SERVICE,
             optional=SCALED_OBJECT,
+        ),
+        Resource(
+            kind="Certificate",
+            api="cert-manager.io/v1",
+            plural="certificates",
+            selector=SERVICE,
+            optional=CERTIFICATE,
         ),
         Resource(
             kind="PodMonitor",

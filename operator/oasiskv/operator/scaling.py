@@ -38,6 +38,12 @@ def is_kedas(spec: ServiceSpec, kinds: frozenset[str]) -> bool:
     return scaling is not None and scaling.prometheus is not None and SCALED_OBJECT in kinds
 
 
+def is_kedas_decode(spec: ServiceSpec, kinds: frozenset[str]) -> bool:
+    """Return whether the number of decode pods is what KEDA writes into the spec."""
+    scaling = spec.decode.scaling
+    return scaling is not None and scaling.prometheus is not None and SCALED_OBJECT in kinds
+
+
 def with_numbers(spec: ServiceSpec, facts: Facts, prefill: Workload | None) -> Numbers:
     """Return a spec with the numbers of pods that its loads ask for.
 
@@ -52,7 +58,7 @@ def with_numbers(spec: ServiceSpec, facts: Facts, prefill: Workload | None) -> N
         spec = replace(spec, prefill=replace(spec.prefill, scaling=None, replicas=now.replicas))
         status = replace(status, prefill=now)
         roles.add("prefill")
-    if spec.decode.scaling is not None:
+    if spec.decode.scaling is not None and not is_kedas_decode(spec, facts.kinds):
         now = _next(spec.decode.scaling, before.decode, spec.decode.replicas, facts.decode, facts, "decode", _decodes)
         spec = replace(spec, decode=replace(spec.decode, replicas=now.replicas))
         status = replace(status, decode=now)

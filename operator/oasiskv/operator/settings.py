@@ -7,11 +7,13 @@ from functools import lru_cache
 from typing import Any
 
 from oasiskv.core.errors import ConfigError
+from oasiskv.core.fingerprint import Fingerprint
 from oasiskv.core.service_config import read_services
 from oasiskv.operator.api import Network, ServiceSpec
 from oasiskv.operator.kinds import quantity
 
 PREFILL_PORT, STAGING_PORT, DECODE_PORT, HTTP_PORT, OIP_PORT, METRICS_PORT = 7412, 7411, 7413, 8080, 8081, 9400
+TLS = "/etc/oasiskv-tls"
 DISK, MODELS = "/var/lib/oasiskv/disk", "/models"
 DISK_SHARE = 0.9
 """Of a volume for blocks; file systems keep some for themselves."""
@@ -62,13 +64,24 @@ def decode_config(spec: ServiceSpec, peers: Peers, revision: str) -> str:
         "metrics_address": f"0.0.0.0:{METRICS_PORT}",
         "revision": revision,
     }
+    if spec.model.name is not None:
+        own["model_name"] = spec.model.name
     if spec.prefill.replicas != 0:
         own |= {"prefills": [f"{peers.prefill}:{PREFILL_PORT}"], "staging": f"{peers.staging}:{STAGING_PORT}"}
     return _checked(_engine(spec) | {"decode": own})
 
 
 def staging_config(spec: ServiceSpec, network: Network, peers: Peers) -> str:
-    """Return the file of staging."""
+    """Return the file of staging.
+
+    Raises:
+        ConfigError: Its pool would not hold a block.
+    """
+    block_bytes = Fingerprint(**_fingerprint(spec)).block_bytes
+    if quantity(spec.staging.memory) < block_bytes:
+        raise ConfigError(
+            f"spec.staging.memory: expected room for a block of {block_bytes} bytes, got {spec.staging.memory}"
+        )
     own: dict[str, Any] = {
         "pool_bytes": int(quantity(spec.staging.memory)),
         # In a container that did not ask for huge pages, touching one ends the process.
@@ -85,7 +98,7 @@ def staging_config(spec: ServiceSpec, network: Network, peers: Peers) -> str:
             "transport": network.fabric.lower(),
         }
     server = {"address": f"0.0.0.0:{STAGING_PORT}", "metrics_address": f"0.0.0.0:{METRICS_PORT}"}
-    tables = {"staging": own, "server": server, "fingerprint": _fingerprint(spec)}
+    tables = {"staging": own, "server": server, "fingerprint": _fingerprint(spec), **_tls(spec)}
     if spec.staging.ssd is not None:
         tables["disk"] = {"folder": DISK, "max_bytes": int(float(quantity(spec.staging.ssd.size)) * DISK_SHARE)}
     if spec.staging.directory is not None:
@@ -135,7 +148,15 @@ def _inline(value: Any) -> str:
 
 def _engine(spec: ServiceSpec) -> dict[str, Any]:
     engine = {"model": model_folder(spec)[1], "lookahead": spec.engine.lookahead, "arguments": spec.engine.arguments}
-    return {"engine": engine, "fingerprint": _fingerprint(spec)}
+    return {"engine": engine, "fingerprint": _fingerprint(spec), **_tls(spec)}
+
+
+def _tls(spec: ServiceSpec) -> dict[str, Any]:
+    """Return the table of certificates, which all services read alike."""
+    if spec.tls is None:
+        return {}
+    files = {"certificate": "tls.crt", "key": "tls.key", "authority": "ca.crt"}
+    return {"tls": {name: f"{TLS}/{file}" for name, file in files.items()}}
 
 
 def _fingerprint(spec: ServiceSpec) -> dict[str, Any]:

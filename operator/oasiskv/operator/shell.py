@@ -1,6 +1,7 @@
 """One turn of one service: read, decide, write what differs, delete what is too much, say what holds."""
 
 import logging
+import os
 import random
 import time
 from collections.abc import Callable, Mapping
@@ -13,13 +14,14 @@ from oasiskv.operator.api_status import ServiceStatus
 from oasiskv.operator.asks import Asks, Loads
 from oasiskv.operator.client import MANAGER, ApiError, BusyError, Client, ConflictError, NotFoundError, RefusedError
 from oasiskv.operator.differs import differs
+from oasiskv.operator.events import decisions, event, repeated
 from oasiskv.operator.facts import Facts, Ref
 from oasiskv.operator.kinds import write
 from oasiskv.operator.metrics import Metrics
 from oasiskv.operator.names import KV, ROLE
 from oasiskv.operator.observe import Pod, Seen, observe
 from oasiskv.operator.reconcile import Outcome, reconcile
-from oasiskv.operator.resources import CHILDREN, PROFILES, SERVICES, owner_uid
+from oasiskv.operator.resources import CHILDREN, EVENTS, PROFILES, SERVICES, owner_uid
 from oasiskv.operator.store import Store
 
 Key = tuple[str, str]
@@ -104,8 +106,10 @@ class Shell:
         except RefusedError as error:
             outcome = reconcile(service, replace(facts, refused=str(error)))
             await self._say(key, service, outcome.status)
+            await self._tell(service, facts.status, outcome.status)
             raise
         await self._say(key, service, outcome.status)
+        await self._tell(service, facts.status, outcome.status)
         if outcome.unverified is not None and facts.decode_pods:
             return VERIFY_S
         return LOAD_S if outcome.asks else None
@@ -210,6 +214,24 @@ class Shell:
         # field. The version that was read goes along, so that nothing is said of a spec that has changed meanwhile.
         await self._client.update(SERVICES.path(*key, "status"), {**service, "status": wanted})
         self._wrote("status", service["kind"], key, key[1])
+
+    async def _tell(self, service: Object, before: ServiceStatus, now: ServiceStatus) -> None:
+        """Write an Event of each decision. One that cannot be written is lost: the status says all that matters."""
+        namespace, name = service["metadata"]["namespace"], service["metadata"]["name"]
+        for decision in decisions(before, now):
+            made = event(service, decision, os.environ.get("POD_NAME", "oasiskv-operator"))
+            self._check_right()
+            try:
+                try:
+                    await self._client.create(EVENTS.path(namespace), made)
+                except ConflictError:
+                    path = EVENTS.path(namespace, made["metadata"]["name"])
+                    await self._client.change(path, repeated(await self._client.get(path)))
+            except ApiError as error:
+                fields = {"namespace": namespace, "service": name, "reason": decision.reason, "error": str(error)}
+                log.warning("an event is lost", extra=fields)
+                return
+            self._wrote("event", "Event", (namespace, name), made["metadata"]["name"])
 
     def _check_right(self) -> None:
         if not self._may_write():

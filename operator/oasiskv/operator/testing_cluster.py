@@ -21,6 +21,8 @@ from oasiskv.operator.testing_server import BINARIES, START_S, ApiServer, _free_
 ALL = (*BINARIES, "kube-controller-manager", "kube-scheduler", "kwok", "kserve-controller")
 SYSTEM = "kserve"
 """Namespace of KServe."""
+SIMULATED = "kwok.x-k8s.io/node=fake"
+"""Annotation of the nodes that kwok simulates."""
 KSERVE = {
     "inferenceservices": ("InferenceService", "v1beta1", "Namespaced"),
     "servingruntimes": ("ServingRuntime", "v1alpha1", "Namespaced"),
@@ -30,6 +32,7 @@ KSERVE = {
     "inferencegraphs": ("InferenceGraph", "v1alpha1", "Namespaced"),
 }
 OPTIONAL = {
+    "Certificate": ("cert-manager.io", "certificates", "v1"),
     "PodMonitor": ("monitoring.coreos.com", "podmonitors", "v1"),
     "ScaledObject": ("keda.sh", "scaledobjects", "v1alpha1"),
 }
@@ -88,7 +91,8 @@ class ControlPlane(ApiServer):
         self._run(
             "kwok",
             kubeconfig=self.kubeconfig,
-            manage_all_nodes="true",
+            # Not all: a pod of another node may be a real process (`testing_kubelet`).
+            manage_nodes_with_annotation_selector=SIMULATED,
             node_lease_duration_seconds=40,
             config=self._folder / "kwok.yaml",
             server_address=f"127.0.0.1:{_free_port()}",
@@ -299,7 +303,8 @@ def _node(name: str, zone: str, labels: Mapping[str, str]) -> dict[str, Any]:
         "nvidia.com/gpu.product": PRODUCT,
         "nvidia.com/gpu.count": "8",
     }
-    metadata = {"name": name, "labels": known | dict(labels), "annotations": {"kwok.x-k8s.io/node": "fake"}}
+    annotations = dict([SIMULATED.split("=")])
+    metadata = {"name": name, "labels": known | dict(labels), "annotations": annotations}
     return {
         "apiVersion": "v1",
         "kind": "Node",

@@ -11,9 +11,9 @@ import kopf
 from aiohttp import web
 
 from oasiskv.operator.client import MANAGER, Client
-from oasiskv.operator.resources import CHILDREN, LEASES, NODES, PODS, PROFILES, SERVICES
+from oasiskv.operator.resources import CHILDREN, EVENTS, LEASES, NODES, PODS, PROFILES, SERVICES
 
-PLURALS = {each.plural: each for each in (SERVICES, PROFILES, PODS, NODES, LEASES, *CHILDREN.values())}
+PLURALS = {each.plural: each for each in (SERVICES, PROFILES, PODS, NODES, LEASES, EVENTS, *CHILDREN.values())}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -115,6 +115,10 @@ class FakeApi:
             case "DELETE" if path in self.objects:
                 self.remove(path)
                 return web.json_response({"kind": "Status"})
+            case "PATCH" if request.content_type == "application/merge-patch+json":
+                return web.json_response(self.put({**self.objects[path], **json.loads(await request.read())}))
+            case "POST" if f"{path}/{json.loads(await request.read())['metadata']['name']}" in self.objects:
+                return _status(409, "already there")
             case "PATCH" | "POST":
                 return web.json_response(self.put(json.loads(await request.read())))
             case "PUT":

@@ -11,7 +11,7 @@ import yaml
 
 from oasiskv.operator.api import GROUP, ServiceSpec
 from oasiskv.operator.crds import KINDS, MAX_NAME
-from oasiskv.operator.facts import INFERENCE_SERVICE, POD_MONITOR, SCALED_OBJECT
+from oasiskv.operator.facts import CERTIFICATE, INFERENCE_SERVICE, POD_MONITOR, SCALED_OBJECT
 from oasiskv.operator.kinds import read
 from oasiskv.operator.render import render
 from oasiskv.operator.testing import SPEC
@@ -71,10 +71,10 @@ def test_a_name_that_the_api_server_would_refuse_is_refused_before() -> None:
 
 
 def test_the_operator_may_write_every_kind_that_it_makes_and_no_other() -> None:
-    spec = read(ServiceSpec, {**SPEC, "prefill": {"scaling": SCALING}}, "spec")
+    spec = read(ServiceSpec, {**SPEC, "prefill": {"scaling": SCALING}, "tls": {"issuer": {"name": "ca"}}}, "spec")
     assert spec.placement is not None
     assert spec.network is not None
-    kinds = frozenset({INFERENCE_SERVICE, POD_MONITOR, SCALED_OBJECT})
+    kinds = frozenset({CERTIFICATE, INFERENCE_SERVICE, POD_MONITOR, SCALED_OBJECT})
     made = render({"name": "chat", "namespace": "llm"}, spec, spec.placement, spec.network, kinds)
     wanted = set()
     for each in (*made.common, *made.generation, *made.decode):

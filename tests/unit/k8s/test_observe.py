@@ -79,6 +79,16 @@ def test_workloads_are_found_by_kv_generation() -> None:
     assert found.configs_in_use == {"chat-prefill-a", "chat-staging-b"}
 
 
+def test_a_certificate_is_there_when_cert_manager_says_so() -> None:
+    metadata = {"name": "chat-tls-a", "namespace": "llm", "labels": {"oasiskv.io/kv-generation": "a"}}
+    made: dict[str, Any] = {"kind": "Certificate", "metadata": metadata, "spec": {}}
+    assert facts(children=[made]).certificates == {"a": "cert-manager has not made it yet"}
+    for status, why in (("False", "no such issuer"), ("True", "")):
+        ready = {"type": "Ready", "status": status, "message": "no such issuer"}
+        said = {"status": {"conditions": [{"type": "Issuing", "status": "True"}, ready]}}
+        assert facts(children=[made | said]).certificates == {"a": why}
+
+
 def test_a_report_about_an_older_generation_is_not_current() -> None:
     assert not facts(children=[workload("Deployment", "prefill", generation=2)]).prefills["a"].is_current
 

@@ -7,7 +7,7 @@ import pytest
 from oasiskv.operator import reconcile as module
 from oasiskv.operator.api import Network, Placement, ProfileSpec
 from oasiskv.operator.crds import MAX_NAME
-from oasiskv.operator.facts import INFERENCE_SERVICE, Facts, Profile, Ref, Workload
+from oasiskv.operator.facts import CERTIFICATE, INFERENCE_SERVICE, Facts, Profile, Ref, Workload
 from oasiskv.operator.reconcile import Outcome, reconcile
 from oasiskv.operator.render import RENDER_VERSION, render
 from oasiskv.operator.testing import SPEC, Cluster, node, service
@@ -193,6 +193,23 @@ def test_without_kserve_the_rest_is_made_and_decode_follows_when_it_is_there(cha
     assert condition(outcome, "StagingReady")[0] == "True"
     cluster.kinds = frozenset({INFERENCE_SERVICE})
     assert condition(cluster.settle(service(), chance), "DecodeReady")[0] == "True"
+
+
+def test_ready_waits_for_the_certificate_and_says_what_cert_manager_says(chance: random.Random) -> None:
+    made = service({**SPEC, "tls": {"issuer": {"name": "ca"}}})
+    cluster = Cluster()
+    assert condition(cluster.settle(made, chance), "CertificatesReady")[:2] == ("False", "CertManagerMissing")
+    cluster.kinds |= {CERTIFICATE}
+    outcome = cluster.settle(made, chance)
+    assert kinds(cluster, "Certificate") == [f"chat-tls-{outcome.status.kv_generation}"]
+    assert condition(outcome, "CertificatesReady")[:2] == ("False", "NotIssued")
+    for why, status in (("issuer ca not found", "False"), ("", "True")):
+        facts = replace(cluster.facts(), certificates={outcome.status.kv_generation: why})
+        assert condition(reconcile(made, facts), "CertificatesReady")[::2] == (status, why)
+    assert condition(reconcile(made, cluster.facts()), "Ready")[1] == "NotIssued"
+    named = cluster.reconcile(service({**SPEC, "tls": {"secret": "mine"}}, generation=2))
+    assert condition(named, "CertificatesReady")[:2] == ("True", "Named")
+    assert condition(cluster.reconcile(service(generation=3)), "CertificatesReady")[:2] == ("True", "NotUsed")
 
 
 def test_an_operator_with_new_rules_changes_no_pod_until_the_spec_does(

@@ -1,11 +1,14 @@
+import re
+import tomllib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from oasiskv.core.errors import ConfigError
 from oasiskv.operator.api import Network, Placement, ServiceSpec
-from oasiskv.operator.facts import INFERENCE_SERVICE, POD_MONITOR, SCALED_OBJECT
+from oasiskv.operator.facts import CERTIFICATE, INFERENCE_SERVICE, POD_MONITOR, SCALED_OBJECT
 from oasiskv.operator.kinds import read
 from oasiskv.operator.render import Rendered, render
 from oasiskv.operator.testing import SPEC
@@ -170,9 +173,50 @@ def test_a_pool_that_staging_cannot_change_is_part_of_the_kv_generation() -> Non
         ({"engine": {"lookahead": {"budgetBlocks": 128, "summary": "mid", "scoreAlpha": 0}}}, True),
         ({"engine": {"lookahead": {"budgetBlocks": 256}}}, True),
         ({"engine": {"lookahead": {"budgetBlocks": 128, "minCap": 8}}}, False),
+        ({"tls": {"secret": "ca"}}, True),
         ({"image": "oasiskv/engine:0.5.0"}, False),
         ({"staging": {**SPEC["staging"], "memory": "64Gi"}}, False),
     ],
 )
 def test_a_new_kv_generation_is_what_old_pods_could_not_exchange_kv_with(change: dict[str, Any], is_new: bool) -> None:
     assert (rendered(**change).kv != rendered().kv) is is_new
+
+
+def test_a_spec_from_before_certificates_is_of_the_kv_generation_that_it_was() -> None:
+    # Else every service would move to a new one with an upgrade of the operator.
+    assert rendered().kv == "3e0bf3ee"
+
+
+@pytest.mark.parametrize("tls", [{"secret": "mine"}, {"issuer": {"name": "ca"}}])
+def test_every_pod_mounts_the_certificate_that_its_file_names(tls: dict[str, Any]) -> None:
+    made = rendered(frozenset({CERTIFICATE, INFERENCE_SERVICE}), tls=tls)
+    certificates = [each for each in made.generation if each["kind"] == "Certificate"]
+    secret = "mine" if "secret" in tls else f"chat-tls-{made.kv}"
+    assert [each["spec"]["secretName"] for each in certificates] == [secret] * ("issuer" in tls)
+    for pod in pods(made).values():
+        (volume,) = (each for each in pod["spec"]["volumes"] if "secret" in each)
+        assert volume["secret"]["secretName"] == secret
+        (container,) = pod["spec"]["containers"]
+        (mount,) = (each for each in container["volumeMounts"] if each["name"] == volume["name"])
+        maps = [each for each in (*made.generation, *made.decode) if each["kind"] == "ConfigMap"]
+        for each in maps:
+            tables = tomllib.loads(each["data"]["oasiskv.toml"])
+            assert {str(Path(file).parent) for file in tables["tls"].values()} == {mount["mountPath"]}
+
+
+def test_a_certificate_names_every_host_that_a_file_of_its_kv_generation_names() -> None:
+    made = rendered(
+        frozenset({CERTIFICATE, INFERENCE_SERVICE}), tls={"issuer": {"name": "ca", "kind": "ClusterIssuer"}}
+    )
+    (certificate,) = (each for each in made.generation if each["kind"] == "Certificate")
+    assert certificate["spec"]["issuerRef"] == {"name": "ca", "kind": "ClusterIssuer", "group": "cert-manager.io"}
+    text = "".join(each["data"]["oasiskv.toml"] for each in (*made.generation, *made.decode) if "data" in each)
+    hosts = set(re.findall(r"[a-z0-9.-]+\.svc", text))
+    assert len(hosts) == 2
+    assert hosts <= set(certificate["spec"]["dnsNames"])
+
+
+def test_without_cert_manager_pods_never_speak_in_the_clear_instead() -> None:
+    made = rendered(frozenset({INFERENCE_SERVICE}), tls={"issuer": {"name": "ca"}})
+    assert "Certificate" not in {each["kind"] for each in made.generation}
+    assert pods(made) == pods(rendered(frozenset({CERTIFICATE, INFERENCE_SERVICE}), tls={"issuer": {"name": "ca"}}))

@@ -1,6 +1,7 @@
 """Numbers of pods by load: up at once, down one by one and late, and never by what is not known."""
 
 import random
+import re
 from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Any
@@ -20,6 +21,8 @@ DECODE = {
         "scaling": {"minReplicas": 2, "maxReplicas": 20, "kvShare": 0.8, "stallShare": 0.1, "scaleInSeconds": 300},
     }
 }
+ASKED = ("oasiskv_decode_kv_bytes", "oasiskv_decode_kv_capacity_bytes", "oasiskv_stall_seconds_total")
+"""What `asks.Loads` looks at."""
 
 
 class Scaled:
@@ -164,6 +167,41 @@ def test_keda_decides_where_it_is_there_and_told_how() -> None:
         assert (len(scalers), "replicas" in deployment["spec"]) == (is_kedas, not is_kedas)
         assert outcome.asks == (frozenset() if is_kedas else frozenset({"prefill"}))
         assert reason(outcome) == ("True", "Keda" if is_kedas else "Operator")
+
+
+def test_keda_decides_about_decode_where_it_is_there_and_told_where_metrics_are() -> None:
+    prometheus = {"address": "http://prometheus:9090"}
+    told = {"decode": {**DECODE["decode"], "scaling": {**DECODE["decode"]["scaling"], "prometheus": prometheus}}}
+    both = frozenset({INFERENCE_SERVICE, SCALED_OBJECT})
+    for spec, kinds, is_kedas in (
+        (told, both, True),
+        (told, frozenset({INFERENCE_SERVICE}), False),
+        (DECODE, both, False),
+    ):
+        # KEDA writes the number into the spec, and the operator takes it from there.
+        given = service({**SPEC, "decode": {**spec["decode"], "replicas": 7}})
+        outcome = reconcile(given, replace(Cluster().facts(), kinds=kinds))
+        scalers = [each for each in outcome.apply if each["kind"] == "ScaledObject"]
+        assert (len(scalers), outcome.asks == frozenset(), decodes(outcome)) == (is_kedas, is_kedas, 7)
+        assert reason(outcome) == ("True", "Keda" if is_kedas else "Operator")
+        if is_kedas:
+            assert scalers[0]["spec"]["scaleTargetRef"]["name"] == "chat"
+            stopped = reconcile({**given, "spec": {**given["spec"], "suspend": True}}, Facts(now="", kinds=kinds))
+            assert not [each for each in stopped.apply if each["kind"] == "ScaledObject"]
+
+
+def test_what_keda_asks_for_is_what_the_operator_would_count() -> None:
+    prometheus = {"address": "http://prometheus:9090"}
+    told = {"decode": {**DECODE["decode"], "scaling": {**DECODE["decode"]["scaling"], "prometheus": prometheus}}}
+    both = frozenset({INFERENCE_SERVICE, SCALED_OBJECT})
+    outcome = reconcile(service({**SPEC, **told}), replace(Cluster().facts(), kinds=both))
+    (scaler,) = (each for each in outcome.apply if each["kind"] == "ScaledObject")
+    triggers = {each["metadata"]["query"]: each["metadata"]["threshold"] for each in scaler["spec"]["triggers"]}
+    assert sorted(triggers.values()) == ["0.1", "0.8"]
+    for query in triggers:
+        for name in re.findall(r"oasiskv_\w+", query):
+            assert name in ASKED, query
+        assert 'namespace="llm",pod=~"chat-predictor-.+"' in query
 
 
 def test_staging_is_never_scaled() -> None:

@@ -93,3 +93,12 @@ def test_pods_say_which_revision_they_are_of_on_a_port_that_probes_reach() -> No
     assert decode is not None
     assert (prefill.revision, decode.revision) == ("r7", "r8")
     assert prefill.metrics_address == decode.metrics_address == f"0.0.0.0:{settings.METRICS_PORT}"
+
+
+@pytest.mark.parametrize("memory", ["1", "2Mi"])
+def test_a_pool_that_holds_no_block_is_refused_as_staging_would(memory: str) -> None:
+    # 36 layers of 8 heads, 16 tokens of 128 values each, K and V, two bytes a value.
+    block_bytes = 36 * 8 * 16 * 128 * 2 * 2
+    with pytest.raises(ConfigError, match=f"spec.staging.memory: expected room for a block of {block_bytes} bytes"):
+        settings.staging_config(spec(staging={"memory": memory}), Network(fabric="TCP"), PEERS)
+    assert read_config(settings.staging_config(spec(staging={"memory": "5Mi"}), Network(fabric="TCP"), PEERS))

@@ -43,7 +43,14 @@ class Bench:
         return await self.shell.turn(KEY)
 
     def writes(self) -> list[tuple[str, str]]:
-        return [call for call in self.api.calls if call[0] != "GET"]
+        """Return what was written, but for Events."""
+        return [call for call in self.api.calls if call[0] != "GET" and "/events" not in call[1]]
+
+    def events(self) -> dict[str, dict[str, Any]]:
+        """Return Events by reason."""
+        found = [made for path, made in self.api.objects.items() if "/events/" in path]
+        assert len({each["reason"] for each in found}) == len(found)
+        return {each["reason"]: each for each in found}
 
     def condition(self, kind: str) -> dict[str, Any]:
         found: dict[str, Any] = next(
@@ -261,7 +268,7 @@ def test_what_an_earlier_service_of_that_name_left_is_waited_for() -> None:
         assert wait_s is not None
         assert wait_s <= 1.3 * FIRST_S
         assert bench.writes() == []
-        for path in [path for path in bench.api.objects if path != PATH]:
+        for path in [path for path in bench.api.objects if path != PATH and "/events/" not in path]:
             made = bench.api.objects[path]
             bench.api.remove(path)
             bench.store.drop(made)
@@ -306,3 +313,33 @@ def test_a_kind_that_appears_is_used_and_one_that_goes_is_not_missed() -> None:
 
 def _text(metrics: Metrics) -> bytes:
     return generate_latest(metrics.registry)
+
+
+def test_a_decision_is_told_once_and_counted_when_it_comes_again() -> None:
+    async def test(bench: Bench) -> None:
+        await bench.turn()
+        # There are no nodes here.
+        blocked = bench.events()["NoNodeIsReady"]
+        assert (blocked["type"], blocked["regarding"]["name"]) == ("Warning", "chat")
+        assert blocked["note"].startswith("PlacementFeasible: ")
+        await bench.turn()
+        bench.shell = bench.make_shell()
+        await bench.turn()
+        assert not [call for call in bench.api.calls if "/events" in call[1]]
+        assert "series" not in bench.events()["NoNodeIsReady"]
+        for _ in range(2):  # as after an operator that could not say in the status what it told
+            bench.api.objects[PATH]["status"]["conditions"] = []
+            await bench.turn()
+        assert bench.events()["NoNodeIsReady"]["series"]["count"] == 3
+
+    run(test)
+
+
+def test_an_event_that_is_refused_keeps_nothing_from_being_done() -> None:
+    async def test(bench: Bench) -> None:
+        bench.api.fail("POST", "/events", 403, left=9)
+        assert await bench.turn() is None
+        assert bench.condition("Accepted")["status"] == "True"
+        assert bench.events() == {}
+
+    run(test)
