@@ -18,11 +18,22 @@ GOOD: dict[str, dict[str, Any]] = {
     "as it is": {},
     "a number for a quantity": {"staging": {"cpu": 4}},
     "scaling": {"prefill": {"scaling": {"maxReplicas": 2, "prometheus": PROMETHEUS}}},
+    "scaling of decode": {
+        "decode": {"scaling": {"maxReplicas": 2, "prometheus": {"address": "http://prometheus:9090"}}}
+    },
+    "certificates of an issuer": {"tls": {"issuer": {"name": "ca"}}},
+    "certificates of a Secret": {"tls": {"secret": "ca"}},
     "a stream": {"network": {"fabric": "Stream"}},
     "a profile for placement": {"profile": {"name": "h100"}, "placement": None},
 }
 BAD: dict[str, dict[str, Any]] = {
     "an image without a tag": {"image": "engine"},
+    "certificates of nobody": {"tls": {}},
+    "certificates of both": {"tls": {"issuer": {"name": "ca"}, "secret": "ca"}},
+    "a wait that KEDA cannot": {
+        "decode": {"scaling": {"maxReplicas": 2, "scaleInSeconds": 4000, "prometheus": {"address": "http://a:1"}}}
+    },
+    "a name with a space": {"model": {**SPEC["model"], "name": "a b"}},
     "no decode": {"decode": {"replicas": 0}},
     "an unknown field": {"decode": {"replica": 2}},
     "an unknown setting": {"engine": {"lookahead": {"budget": 1}}},

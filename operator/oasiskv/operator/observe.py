@@ -165,7 +165,7 @@ def _decode(inference: Object, deployment: Object | None) -> Decode:
 
 
 def _why_not_issued(status: Object) -> str:
-    ready = next((each for each in status.get("conditions", ()) if each["type"] == "Ready"), {})
+    ready: Object = next((each for each in status.get("conditions", ()) if each["type"] == "Ready"), {})
     return "" if ready.get("status") == "True" else str(ready.get("message") or "cert-manager has not made it yet")
 
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import TypeVar
 
-from oasiskv.operator.api import DecodeScaling, Scaling, ServiceSpec
+from oasiskv.operator.api import ServiceSpec
+from oasiskv.operator.api_scaling import DecodeScaling, Scaling
 from oasiskv.operator.api_status import Scaled, ScalingStatus
 from oasiskv.operator.facts import SCALED_OBJECT, Facts, Load, Workload
 

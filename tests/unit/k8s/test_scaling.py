@@ -15,7 +15,7 @@ from oasiskv.operator.testing import SPEC, Cluster, service
 START = datetime.fromisoformat("2026-01-01T00:00:00+00:00")
 PROMETHEUS = {"address": "http://prometheus:9090", "query": "up", "threshold": 2}
 PREFILL = {"prefill": {"scaling": {"minReplicas": 1, "maxReplicas": 10, "queuedTokens": 1000, "scaleInSeconds": 300}}}
-DECODE = {
+DECODE: dict[str, dict[str, Any]] = {
     "decode": {
         "replicas": 4,
         "scaling": {"minReplicas": 2, "maxReplicas": 20, "kvShare": 0.8, "stallShare": 0.1, "scaleInSeconds": 300},
