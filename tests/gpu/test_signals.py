@@ -12,7 +12,7 @@ import pytest
 
 LENGTHS = (37, 600, 1201, 2011, 1500, 490)
 NUM_TOKENS = 80
-SETTINGS = {"budget_blocks": 32, "host_pool_bytes": "2GiB"}
+SETTINGS = {"budget_blocks": 32, "host_pool_bytes": "2GiB", "switch": "early"}
 LATE: dict[str, Any] = {"debug_hold_layers": 60, "debug_poison": True}
 
 

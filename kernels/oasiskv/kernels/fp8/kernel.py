@@ -71,21 +71,23 @@ def widen(numbers, scale, dtype: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def narrow_outward(content, exponent, UP: tl.constexpr, NATIVE: tl.constexpr):
-    """Return float32 numbers as bytes of fp8 that are not less (UP) or not greater; what is not finite becomes NaN."""
-    content = tl.where((content.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < 0x7F800000, content, float("nan"))
-    nearest = narrow(content, exponent, NO_TOP, NATIVE)
-    found = number_of(nearest, tl.float32, NATIVE)
-    scaled = content * power_of_two(-exponent)
+def narrow_outward(content, exponent, UP: tl.constexpr):
+    """Return float32 numbers as bytes of fp8 that are not less (UP) or not greater; what is not finite becomes NaN.
+
+    On bits alone: to narrow natively, widen again and compare went wrong for some elements of a vector on a GPU.
+    """
+    bits = content.to(tl.int32, bitcast=True)
+    is_away = (bits >= 0) if UP else (bits < 0)
+    scaled = (content * power_of_two(-exponent)).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    normal = ((scaled + tl.where(is_away, 0xFFFFF, 0)) >> 20) - ((127 - 7) << 3)
+    # Below 2 ** -6 the format counts in steps of 2 ** -9.
+    steps = tl.minimum(scaled, (127 - 6) << 23).to(tl.float32, bitcast=True) * 512.0
+    counted = steps.to(tl.int32)
     # A number far below its scale may become 0 when it is scaled, but its bound must not.
-    if UP:
-        is_inside = (found < scaled) | ((found == 0) & (content > 0))
-    else:
-        is_inside = (found > scaled) | ((found == 0) & (content < 0))
-    # Away from zero is the next code, towards it the one before.
-    code = nearest.to(tl.int32)
-    away = code < 128 if UP else code >= 128
-    return tl.where(is_inside, tl.where(away, code + 1, code - 1), code).to(tl.uint8)
+    counted += (is_away & ((counted.to(tl.float32) < steps) | ((scaled == 0) & ((bits & 0x7FFFFFFF) != 0)))).to(tl.int32)
+    rounded = tl.where(scaled < (127 - 6) << 23, counted, normal)
+    is_finite = (bits & 0x7FFFFFFF) < 0x7F800000
+    return tl.where(is_finite, rounded | ((bits >> 24) & 0x80), 0x7F).to(tl.uint8)
 
 
 @triton.jit(do_not_specialize_on_alignment=["block_ids"])

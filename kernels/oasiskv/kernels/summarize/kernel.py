@@ -43,8 +43,8 @@ def store_fp8_rows(
         middle = tl.where((middle.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < 0x7F800000, middle, float("nan"))
         tl.store(out, narrow(middle, exponent[:, None], NO_TOP, NATIVE), mask=inside)
     else:
-        tl.store(out, narrow_outward(upper, exponent[:, None], True, NATIVE), mask=inside)
-        tl.store(out + D, narrow_outward(lower, exponent[:, None], False, NATIVE), mask=inside)
+        tl.store(out, narrow_outward(upper, exponent[:, None], True), mask=inside)
+        tl.store(out + D, narrow_outward(lower, exponent[:, None], False), mask=inside)
     is_there = tl.max(inside.to(tl.int32), axis=1) > 0
     tl.store(page + PER_PAGE * WIDTH + row, (exponent + 127).to(tl.uint8), mask=is_there)
 
