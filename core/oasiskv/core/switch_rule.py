@@ -32,6 +32,8 @@ class StepCost:
     """Scoring one complete block of a sparse request, all layers and heads."""
     transfer_ms: float
     """Host link time of one sparse request that fetches its whole cap in every layer and head."""
+    overlap_loss: float
+    """How much longer a step takes than the longer of foreground and transfer, as a share of the shorter."""
     budget_blocks: int
     """Resident blocks of a sparse request."""
 
@@ -48,7 +50,8 @@ class StepCost:
             return foreground
         # Prediction reads the memory that the foreground reads; the transfer runs beside both.
         foreground += self.sparse_ms + self.predict_ms * sum(sparse)
-        return max(foreground, self.transfer_ms * len(sparse))
+        transfer = self.transfer_ms * len(sparse)
+        return max(foreground, transfer) + self.overlap_loss * min(foreground, transfer)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +63,9 @@ class DeviceSpeed:
     predict_bytes_per_s: float
     """Reading summary rows beside the foreground."""
     link_bytes_per_s: float
-    """Fetching units from host memory beside the foreground."""
+    """Fetching units from host memory with nothing beside it."""
+    overlap_loss: float
+    """See `StepCost`."""
     layer_ms: float
     """What a layer takes beside its bytes."""
     row_ms: float
@@ -96,6 +101,7 @@ class DeviceSpeed:
             sparse_ms=self.sparse_layer_ms * num_layers,
             predict_ms=1e3 * block_bytes / rows_per_page / self.predict_bytes_per_s,
             transfer_ms=1e3 * config.first_cap * block_bytes / self.link_bytes_per_s,
+            overlap_loss=self.overlap_loss,
             budget_blocks=config.budget_blocks,
         )
 
@@ -104,10 +110,11 @@ DEVICE_SPEEDS = {
     "NVIDIA H200": DeviceSpeed(
         memory_bytes_per_s=4.25e12,
         predict_bytes_per_s=3.0e12,
-        link_bytes_per_s=42e9,
+        link_bytes_per_s=49.5e9,
+        overlap_loss=0.12,
         layer_ms=0.05,
         row_ms=0.02,
-        sparse_layer_ms=0.028,
+        sparse_layer_ms=0.015,
     ),
 }
 """By the device's name."""

@@ -26,6 +26,8 @@ MEASURED_DENSE_MS = [
     (64, 256, 15.83),
 ]
 """Requests, blocks of each, and the step of stock vLLM on an H200 host; dummy weights, 2026-11-29."""
+MEASURED_SPARSE_MS = [(1, 6.26), (4, 6.80), (16, 8.53), (28, 11.20), (40, 13.63)]
+"""Requests of 16,000 tokens, all sparse with a cap of 6, and the step on an H200 host; dummy weights, 2026-11-30."""
 LENGTHS = st.lists(st.integers(1, 8192), max_size=12)
 
 
@@ -40,6 +42,11 @@ def choose(rule: SwitchRule, dense: dict[str, int], *, sparse: tuple[int, ...] =
 @pytest.mark.parametrize(("num_requests", "num_blocks", "measured_ms"), MEASURED_DENSE_MS)
 def test_the_cost_of_dense_steps_is_what_was_measured(num_requests: int, num_blocks: int, measured_ms: float) -> None:
     assert COST.step_ms([num_blocks] * num_requests, []) == pytest.approx(measured_ms, rel=0.08)
+
+
+@pytest.mark.parametrize(("num_requests", "measured_ms"), MEASURED_SPARSE_MS)
+def test_the_cost_of_sparse_steps_is_what_was_measured(num_requests: int, measured_ms: float) -> None:
+    assert COST.step_ms([], [1000] * num_requests) == pytest.approx(measured_ms, rel=0.06)
 
 
 def test_the_early_rule_switches_whatever_may() -> None:
@@ -101,8 +108,15 @@ def test_the_same_requests_in_another_order_get_the_same_choice() -> None:
 
 def test_a_step_without_sparse_requests_costs_nothing_of_them() -> None:
     cost = StepCost(
-        fixed_ms=1, row_ms=0.5, block_ms=0.25, sparse_ms=100, predict_ms=100, transfer_ms=100, budget_blocks=4
+        fixed_ms=1,
+        row_ms=0.5,
+        block_ms=0.25,
+        sparse_ms=100,
+        predict_ms=100,
+        transfer_ms=100,
+        overlap_loss=0.5,
+        budget_blocks=4,
     )
     assert cost.step_ms([4, 8], []) == 1 + 2 * 0.5 + 12 * 0.25
-    assert cost.step_ms([], [8]) == 1 + 0.5 + 4 * 0.25 + 100 + 800
-    assert cost.step_ms([], [0] * 20) == 2000
+    assert cost.step_ms([], [8]) == 1 + 0.5 + 4 * 0.25 + 100 + 800 + 0.5 * 100
+    assert cost.step_ms([], [0] * 20) == 2000 + 0.5 * (1 + 20 * (0.5 + 4 * 0.25) + 100)

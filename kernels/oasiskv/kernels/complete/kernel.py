@@ -11,15 +11,15 @@ from oasiskv.kernels.summarize.kernel import store_fp8_rows
 
 
 @triton.jit
-def _narrowed(content, inside, out, out_scale, LEAST: tl.constexpr, TOP: tl.constexpr, NATIVE: tl.constexpr):
+def _narrowed(content, inside, out, out_scale, LEAST: tl.constexpr, TOP: tl.constexpr):
     """Write the K or the V of a unit as fp8, and return it as the host now holds it."""
     wide = content.to(tl.float32)
     largest = tl.max(tl.max(tl.where(inside, finite_bits(wide), 0), axis=1), axis=0)
     exponent = exponent_of(largest, LEAST, TOP)
-    numbers = narrow(wide, exponent, TOP, NATIVE)
+    numbers = narrow(wide, exponent, TOP, False)
     tl.store(out, numbers, mask=inside)
     tl.store(out_scale, power_of_two(exponent))
-    return widen(numbers, power_of_two(exponent), content.dtype, NATIVE)
+    return widen(numbers, power_of_two(exponent), content.dtype, False)
 
 
 @triton.jit(do_not_specialize=["layer"])
@@ -64,7 +64,6 @@ def _complete(
     PART: tl.constexpr,
     LEAST: tl.constexpr,
     TOP: tl.constexpr,
-    NATIVE: tl.constexpr,
 ):
     row = rows + tl.program_id(0) * COLUMNS
     head = tl.program_id(1)
@@ -98,8 +97,8 @@ def _complete(
             part = (host * num_layers + layer) * PART
             out = units + part + head * unit + at
             out_scales = scales + (part + H * unit) // 4 + 2 * head
-            keys = _narrowed(keys, inside, out, out_scales, LEAST, TOP, NATIVE)
-            values = _narrowed(values, inside, out + D, out_scales + 1, LEAST, TOP, NATIVE)
+            keys = _narrowed(keys, inside, out, out_scales, LEAST, TOP)
+            values = _narrowed(values, inside, out + D, out_scales + 1, LEAST, TOP)
         else:
             out = units + ((host * num_layers + layer) * H + head) * unit + at
             tl.store(out, keys, mask=inside)
@@ -114,7 +113,7 @@ def _complete(
         if FP8_ROWS:
             one = tl.zeros([1], tl.int32)
             all_keys = keys.to(tl.float32)[None, :, :]
-            store_fp8_rows(all_keys, inside, page + one, block % PER_PAGE + one, D, DIM, PER_PAGE, MID, NATIVE)
+            store_fp8_rows(all_keys, inside, page + one, block % PER_PAGE + one, D, DIM, PER_PAGE, MID)
         else:
             upper = tl.max(keys.to(tl.float32), axis=0)
             lower = tl.min(keys.to(tl.float32), axis=0)

@@ -1,6 +1,8 @@
 """Narrowing and widening in Triton, for every kernel that touches fp8 units, and rounding blocks in place.
 
-All arithmetic on scales is on the bits of powers of two, so that nothing depends on how a device divides.
+All arithmetic on scales is on the bits of powers of two, so that nothing depends on how a device divides. A GPU's own
+conversions (NATIVE) serve what is copied. Where a kernel narrows and goes on with the narrow numbers it counts on bits:
+on an H200, with Triton 3.6, such kernels read neighbours' numbers for some elements of a vector.
 """
 
 import torch
@@ -57,11 +59,14 @@ def narrow(content, exponent, TOP: tl.constexpr, NATIVE: tl.constexpr):
 @triton.jit
 def number_of(numbers, dtype: tl.constexpr, NATIVE: tl.constexpr):
     """Return bytes of fp8 as numbers of a dtype, without a scale; every dtype has them all."""
-    content = numbers.to(tl.float8e4nv, bitcast=True).to(dtype)
-    if not NATIVE:
-        # Triton's interpreter knows no NaN in this format.
-        content = tl.where((numbers & 0x7F) == 0x7F, float("nan"), content).to(dtype)
-    return content
+    if NATIVE:
+        return numbers.to(tl.float8e4nv, bitcast=True).to(dtype)
+    code = numbers.to(tl.int32)
+    size = code & 0x7F
+    normal = ((size << 20) + ((127 - 7) << 23)).to(tl.float32, bitcast=True)
+    value = tl.where(size < 8, size.to(tl.float32) * 0.001953125, normal)
+    value = tl.where(size == 0x7F, float("nan"), value)
+    return tl.where(code >= 128, -value, value).to(dtype)
 
 
 @triton.jit
@@ -72,10 +77,7 @@ def widen(numbers, scale, dtype: tl.constexpr, NATIVE: tl.constexpr):
 
 @triton.jit
 def narrow_outward(content, exponent, UP: tl.constexpr):
-    """Return float32 numbers as bytes of fp8 that are not less (UP) or not greater; what is not finite becomes NaN.
-
-    On bits alone: to narrow natively, widen again and compare went wrong for some elements of a vector on a GPU.
-    """
+    """Return float32 numbers as bytes of fp8 that are not less (UP) or not greater; what is not finite becomes NaN."""
     bits = content.to(tl.int32, bitcast=True)
     is_away = (bits >= 0) if UP else (bits < 0)
     scaled = (content * power_of_two(-exponent)).to(tl.int32, bitcast=True) & 0x7FFFFFFF
@@ -84,7 +86,8 @@ def narrow_outward(content, exponent, UP: tl.constexpr):
     steps = tl.minimum(scaled, (127 - 6) << 23).to(tl.float32, bitcast=True) * 512.0
     counted = steps.to(tl.int32)
     # A number far below its scale may become 0 when it is scaled, but its bound must not.
-    counted += (is_away & ((counted.to(tl.float32) < steps) | ((scaled == 0) & ((bits & 0x7FFFFFFF) != 0)))).to(tl.int32)
+    is_above = (counted.to(tl.float32) < steps) | ((scaled == 0) & ((bits & 0x7FFFFFFF) != 0))
+    counted += (is_away & is_above).to(tl.int32)
     rounded = tl.where(scaled < (127 - 6) << 23, counted, normal)
     is_finite = (bits & 0x7FFFFFFF) < 0x7F800000
     return tl.where(is_finite, rounded | ((bits >> 24) & 0x80), 0x7F).to(tl.uint8)
@@ -93,7 +96,7 @@ def narrow_outward(content, exponent, UP: tl.constexpr):
 @triton.jit(do_not_specialize_on_alignment=["block_ids"])
 def _round_blocks(
     kv_cache, block_ids, H: tl.constexpr, B: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr, LEAST: tl.constexpr,
-    TOP: tl.constexpr, NATIVE: tl.constexpr,
+    TOP: tl.constexpr,
 ):  # fmt: skip
     block = tl.load(block_ids + tl.program_id(0)).to(tl.int64)
     # [2, B, DIM]: K and V.
@@ -102,13 +105,13 @@ def _round_blocks(
     at = kv_cache + (block * H + tl.program_id(1)) * (B * 2 * D) + (token * (2 * D) + half * D + dim)
     content = tl.load(at, mask=inside, other=0).to(tl.float32)
     exponent = exponent_of(tl.max(tl.max(finite_bits(content), axis=2), axis=1), LEAST, TOP)[:, None, None]
-    numbers = narrow(content, exponent, TOP, NATIVE)
-    tl.store(at, widen(numbers, power_of_two(exponent), kv_cache.dtype.element_ty, NATIVE), mask=inside)
+    numbers = narrow(content, exponent, TOP, False)
+    tl.store(at, widen(numbers, power_of_two(exponent), kv_cache.dtype.element_ty, False), mask=inside)
 
 
-def constants(kv_cache: torch.Tensor) -> dict[str, int | bool]:
+def constants(kv_cache: torch.Tensor) -> dict[str, int]:
     """Return the compile-time arguments of narrowing numbers of a cache."""
-    return {"LEAST": LEAST_EXPONENT, "TOP": top_exponent(kv_cache.dtype), "NATIVE": kv_cache.is_cuda}
+    return {"LEAST": LEAST_EXPONENT, "TOP": top_exponent(kv_cache.dtype)}
 
 
 def round_blocks(kv_cache: torch.Tensor, block_ids: torch.Tensor) -> None:

@@ -17,8 +17,7 @@ _LEAST = tl.constexpr(LEAST_EXPONENT)
 
 @triton.jit
 def store_fp8_rows(
-    keys, inside, page, row, D: tl.constexpr, DIM: tl.constexpr, PER_PAGE: tl.constexpr, MID: tl.constexpr,
-    NATIVE: tl.constexpr,
+    keys, inside, page, row, D: tl.constexpr, DIM: tl.constexpr, PER_PAGE: tl.constexpr, MID: tl.constexpr
 ):  # fmt: skip
     """Write the summaries of blocks as fp8 rows.
 
@@ -41,7 +40,7 @@ def store_fp8_rows(
     if MID:
         # Saturation would hide an infinity.
         middle = tl.where((middle.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < 0x7F800000, middle, float("nan"))
-        tl.store(out, narrow(middle, exponent[:, None], NO_TOP, NATIVE), mask=inside)
+        tl.store(out, narrow(middle, exponent[:, None], NO_TOP, False), mask=inside)
     else:
         tl.store(out, narrow_outward(upper, exponent[:, None], True), mask=inside)
         tl.store(out + D, narrow_outward(lower, exponent[:, None], False), mask=inside)
@@ -65,7 +64,6 @@ def _summarize(
     MID: tl.constexpr,
     FP8: tl.constexpr,
     UNIT: tl.constexpr,
-    NATIVE: tl.constexpr,
     TILE: tl.constexpr,
 ):
     head = tl.program_id(1)
@@ -81,7 +79,7 @@ def _summarize(
     page = tl.load(page_ids + block // PER_PAGE, mask=index < num_blocks, other=0).to(tl.int64)
     page = pages + (page * H + head) * UNIT
     if FP8:
-        store_fp8_rows(keys, inside, page, block % PER_PAGE, D, DIM, PER_PAGE, MID, NATIVE)
+        store_fp8_rows(keys, inside, page, block % PER_PAGE, D, DIM, PER_PAGE, MID)
     else:
         WIDTH: tl.constexpr = D if MID else 2 * D
         out = (page + (block % PER_PAGE) * WIDTH)[:, None] + dim[None, :]
@@ -126,6 +124,5 @@ def summarize(
         MID=layout.kind == "mid",
         FP8=layout.is_fp8,
         UNIT=block_size * width * (kv_cache.element_size() if layout.is_fp8 else 1),
-        NATIVE=kv_cache.is_cuda,
         TILE=tile,
     )

@@ -16,12 +16,12 @@ from oasiskv.kernels.fp8.kernel import exponent_of, finite_bits, narrow, power_o
 from oasiskv.kernels.rows import Row
 from oasiskv.kernels.scratch import scratch
 
-TRANSFER_PROGRAMS = 3
+TRANSFER_PROGRAMS = 4
 """Programs that fetch; each occupies at most one SM."""
+FP8_TRANSFER_PROGRAMS = 8
+"""Programs that fetch fp8 units, which they widen: a few cannot keep up with the link."""
 TRANSFER_DEPTH = 24
 """Units in the ring of a fetching program."""
-FP8_TRANSFER_DEPTH = 48
-"""Units in the ring of a fetching program where they are fp8, half as large."""
 TRANSFER_WARPS = 4
 STORE_PROGRAMS = 4
 """Programs that write through."""
@@ -180,13 +180,13 @@ def transfer(
     host_table: torch.Tensor,
     slot_ids: torch.Tensor,
     *,
-    num_programs: int = TRANSFER_PROGRAMS,
-    depth: int | None = None,
+    num_programs: int | None = None,
+    depth: int = TRANSFER_DEPTH,
     num_warps: int = TRANSFER_WARPS,
 ) -> None:
     """Launch it on the current stream; see `op.transfer`."""
     is_fp8 = units.dtype == torch.uint8
-    depth = depth or (FP8_TRANSFER_DEPTH if is_fp8 else TRANSFER_DEPTH)
+    num_programs = num_programs or (FP8_TRANSFER_PROGRAMS if is_fp8 else TRANSFER_PROGRAMS)
     num_rows, num_kv_heads, max_cap, _ = plan.shape
     num_entries = num_rows * num_kv_heads * max_cap
     if num_entries == 0:
@@ -269,6 +269,7 @@ def store(
             PART=units.shape[-1],
             BATCH=max(1, batch_bytes // (block_size * 2 * dim * kv_cache.element_size())),
             PROGRAMS=num_programs,
+            NATIVE=kv_cache.is_cuda,
             **fp8.constants(kv_cache),
             num_warps=num_warps,
         )
