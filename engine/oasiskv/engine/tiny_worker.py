@@ -58,14 +58,7 @@ class Texts:
 
 
 TINY_COST = StepCost(
-    fixed_ms=1,
-    row_ms=0,
-    block_ms=0.3,
-    sparse_ms=0.5,
-    predict_ms=0.02,
-    transfer_ms=1.5,
-    overlap_loss=0,
-    budget_blocks=4,
+    fixed_ms=1, row_ms=0, block_ms=0.3, sparse_ms=0.5, predict_ms=0.02, transfer_ms=1.5, overlap_loss=0, budget_blocks=4
 )
 """Made-up times by which some requests of a small batch switch and others do not."""
 
