@@ -9,13 +9,19 @@ import pytest
 
 from oasiskv.core.errors import EngineFailedError, PeerUnavailableError, PoolExhaustedError
 from oasiskv.core.generation import Sampling
+from oasiskv.core.service_config import DecodeConfig
 from oasiskv.protos.prefill.v1 import prefill_pb2, prefill_pb2_grpc
+from oasiskv.protos.staging.v1 import staging_pb2
+from oasiskv.services.clients.link import StagingLinks
 from oasiskv.services.clients.prefill import PrefillClient
 from oasiskv.services.decode import peers
+from oasiskv.services.decode.choice import Reason
 from oasiskv.services.decode.peers import Resolve, resolve
+from oasiskv.services.decode.router import Router
+from oasiskv.services.prompt_keys import block_keys
 from oasiskv.services.rpc.server import RpcServer, ServerConfig
 from oasiskv.services.rpc.testing import make_certificate, tls_files
-from oasiskv.services.testing_handover import FakePrefill, World, run_world
+from oasiskv.services.testing_handover import ENGINE, FINGERPRINT, FakePrefill, World, run_world
 
 PROMPT = list(range(100))
 GREEDY = Sampling(temperature=0)
@@ -113,6 +119,70 @@ def test_the_path_is_shown_again_when_a_service_comes_back(tmp_path: Path) -> No
         assert prefill.num_probes == 2
 
     run_world(tmp_path, check)
+
+
+def test_a_prompt_goes_where_most_of_it_is_held_unless_more_waits_there(tmp_path: Path) -> None:
+    async def check(world: World) -> None:
+        assert world.router.choices == {}
+        assert [world.peer(index).staging for index in range(3)] == [
+            world.processes[index].address for index in (0, 1, 0)
+        ]
+        # Four of the prompt's six whole blocks, as another request would have left them.
+        await world.prefills[1].hold(block_keys(PROMPT, 16)[:4])
+        begun = await world.router.begin(PROMPT, GREEDY)
+        assert begun is not None
+        assert begun.lease.startswith(f"{world.processes[1].address}/")
+        assert [len(prefill.asked) for prefill in world.prefills] == [0, 1, 0]
+        assert world.router.choices == {"both": 1}
+        # As many tokens wait there as are held: then what is held still wins; with one more it does not.
+        cases: tuple[tuple[int, int, Reason], ...] = ((64, 1, "longest-prefix"), (65, 0, "least-load"))
+        for num_waiting, where, why in cases:
+            world.prefills[1].num_waiting_tokens = num_waiting
+            await world.until(lambda num_waiting=num_waiting: world.peer(1).load == num_waiting)  # type: ignore[misc]
+            num_asked = [len(prefill.asked) for prefill in world.prefills]
+            num_chosen = world.router.choices[why]
+            assert await world.router.begin(PROMPT, GREEDY) is not None
+            num_asked[where] += 1
+            assert [len(prefill.asked) for prefill in world.prefills] == num_asked
+            assert world.router.choices[why] == num_chosen + 1
+        # Nothing of another prompt is held anywhere.
+        assert await world.router.begin(PROMPT[1:], GREEDY) is not None
+        assert len(world.prefills[1].asked) == 2
+        for lease in list(world.router._leases):
+            world.router.end(lease)
+
+    run_world(tmp_path, check, 3, num_stagings=2)
+
+
+def test_one_answer_of_the_directory_is_enough(tmp_path: Path) -> None:
+    class Link:
+        def __init__(self, holders: list[staging_pb2.Holder], is_complete: bool) -> None:
+            self.answer = staging_pb2.FindResponse(holders=holders, is_complete=is_complete)
+            self.asked = list[Sequence[bytes]]()
+
+        async def find(self, keys: Sequence[bytes]) -> staging_pb2.FindResponse:
+            self.asked.append(keys)
+            return self.answer
+
+    def holder(address: str, num_blocks: int) -> staging_pb2.Holder:
+        return staging_pb2.Holder(address=address, num_prefix_blocks=num_blocks)
+
+    async def held(first: Link, second: Link) -> dict[str, int]:
+        links: Any = {"a:1": first, "b:2": second}
+        router = Router(DecodeConfig(address="x:1", http_address="x:2", fingerprint=FINGERPRINT, engine=ENGINE))
+        router.links = StagingLinks(links.__getitem__)
+        router.links._links = links
+        return await router._held(PROMPT, ["a:1", "b:2"])
+
+    complete = Link([holder("b:2", 5), holder("a:1", 2)], True)
+    other = Link([holder("", 3)], True)
+    assert asyncio.run(held(complete, other)) == {"a:1": 32, "b:2": 80}
+    # The last token is always computed.
+    assert (complete.asked, other.asked) == ([block_keys(PROMPT, 16)[:6]], [])
+    # A directory that is away, or none: each tells of itself.
+    assert asyncio.run(held(Link([holder("a:1", 2)], False), other)) == {"a:1": 32, "b:2": 48}
+    assert asyncio.run(held(Link([holder("", 1)], True), other)) == {"a:1": 16, "b:2": 48}
+    assert asyncio.run(held(Link([], True), Link([], True))) == {}
 
 
 def test_a_name_with_several_addresses_is_several_services(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

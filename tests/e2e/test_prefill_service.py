@@ -30,7 +30,8 @@ from oasiskv.services.clients.blocks import SessionBlocks, arguments, attach
 from oasiskv.services.clients.link import StagingLink
 from oasiskv.services.clients.session import FetchStatus, SessionConfig, StagingSession
 from oasiskv.services.generation import Prompt
-from oasiskv.services.prefill.service import PrefillService, block_keys
+from oasiskv.services.prefill.service import PrefillService
+from oasiskv.services.prompt_keys import block_keys
 from oasiskv.services.staging.process import StagingProcess
 
 SHAPE = CacheShape(

@@ -13,7 +13,7 @@ from typing import NoReturn, Self
 
 from oasiskv.cli.log import ServiceLog
 from oasiskv.cli.server import STOP_TIMEOUT_S, Server, Show
-from oasiskv.cli.services_file import ROLES, Process
+from oasiskv.cli.services_file import REDIS, ROLES, Process
 from oasiskv.core.errors import EngineFailedError, TransferTimeoutError
 
 POLL_S = 0.2
@@ -99,7 +99,7 @@ class Cluster:
         while waiting:
             self.check()
             still = []
-            are_listening = all(server.is_listening for server in self._servers.values())
+            are_listening = all(server.is_listening for name, server in self._servers.items() if name != "directory")
             for process in waiting:
                 reasons = unready(process.metrics_port) if are_listening else [""]
                 if reasons:
@@ -140,6 +140,8 @@ class Cluster:
 
 def service_command(role: str, path: Path) -> list[str]:
     """Return what starts a service."""
+    if role == "directory":
+        return [REDIS, str(path)]
     return [sys.executable, "-m", f"oasiskv.services.{role}", "--config", str(path)]
 
 

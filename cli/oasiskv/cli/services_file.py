@@ -1,7 +1,9 @@
 """The file that says what `oasiskv up` starts: made for a model, or read, and split into a file for each process."""
 
+import contextlib
 import copy
 import json
+import shutil
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,8 +18,11 @@ from oasiskv.core.service_config import DecodeConfig, PrefillConfig, build, chec
 DTYPES = {"float": "float32", "half": "float16"}
 """What a model's configuration calls a type, where a fingerprint calls it otherwise."""
 
-ROLES = ("staging", "prefill", "decode")
+ROLES = ("directory", "staging", "prefill", "decode")
 """In the order in which they are started; they are stopped in the other one."""
+
+REDIS = "redis-server"
+"""Of Debian's package of that name."""
 
 ANY = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
 """Where to reach what listens everywhere."""
@@ -27,6 +32,7 @@ ANY = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
 class Counts:
     """`[up]`: how many there are of each."""
 
+    stagings: int = 1
     prefills: int = 1
     decodes: int = 1
 
@@ -36,7 +42,7 @@ class Counts:
         Raises:
             ConfigError: A field is out of its range.
         """
-        for name in ("prefills", "decodes"):
+        for name in ("stagings", "prefills", "decodes"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name}: expected an integer of at least 1, got {value!r}")
@@ -76,7 +82,7 @@ def file_for(launch: Launch, model_name: str, http_address: str) -> str:
     if plan.engine_bytes is not None:
         arguments["kv_cache_memory_bytes"] = plan.engine_bytes
     tables: dict[str, Any] = {
-        "up": {"prefills": 1, "decodes": 1},
+        "up": {"stagings": 1, "prefills": 1, "decodes": 1},
         "engine": {
             "model": launch.model.path,
             "lookahead": lookahead_settings(plan.config),
@@ -109,12 +115,13 @@ def split(text: str, folder: Path, **counts: int | None) -> list[Process]:
     """Return the processes that a file asks for, each with a file of its own; all on this machine.
 
     Where one finds another is filled in, whatever the file says; so are ports that are 0 or absent. The second process
-    of a role listens at the ports after those of the first.
+    of a role listens at the ports after those of the first. Several staging services take prefill services in turn, and
+    have a directory between them: that of the file, or one in a Redis of their own if this machine has its server.
 
     Args:
         text: TOML.
         folder: For sockets.
-        counts: `prefills` and `decodes`, in the place of what the file says where they are not None.
+        counts: `stagings`, `prefills` and `decodes`, in the place of what the file says where they are not None.
 
     Raises:
         ConfigError: A setting is wrong or a port is taken; the message names it.
@@ -123,19 +130,24 @@ def split(text: str, folder: Path, **counts: int | None) -> list[Process]:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as cause:
         raise ConfigError(f"config: expected TOML, got {cause}") from cause
-    for role in ROLES:
+    for role in ("staging", "prefill", "decode"):
         if not isinstance(tables.get(role), dict):
             raise ConfigError(f"{role}: expected this table, got none")
     given = {name: value for name, value in counts.items() if value is not None}
     number = build(Counts, "up", tables.pop("up", {}) | given)
-    staging = _staging(tables, folder)
+    directory = _directory(tables, folder) if number.stagings > 1 else []
+    stagings = [_staging(index, number.stagings, tables, folder) for index in range(number.stagings)]
     prefills = [
-        _engine("prefill", index, number.prefills, tables, {"staging": staging.address})
+        _engine("prefill", index, number.prefills, tables, {"staging": stagings[index % number.stagings].address})
         for index in range(number.prefills)
     ]
-    peers = {"staging": staging.address, "prefills": [one.address for one in prefills]}
+    # With several of them decode reads where each prefill service says that its KV is.
+    peers = {
+        "staging": stagings[0].address if number.stagings == 1 else "",
+        "prefills": [one.address for one in prefills],
+    }
     decodes = [_engine("decode", index, number.decodes, tables, peers) for index in range(number.decodes)]
-    return [one.process for one in (staging, *prefills, *decodes)]
+    return [*directory, *(one.process for one in (*stagings, *prefills, *decodes))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,17 +157,39 @@ class _Placed:
     """As a peer calls it."""
 
 
-def _staging(tables: Mapping[str, Any], folder: Path) -> _Placed:
+def _directory(tables: dict[str, Any], folder: Path) -> list[Process]:
+    """Return the Redis that the directory is in, unless the file names one or this machine has none."""
+    if "directory" in tables or shutil.which(REDIS) is None:
+        return []
+    path = str(folder / "directory.sock")
+    tables["directory"] = {"url": f"unix://{path}"}
+    # Nothing on disk, since the services write it anew, and no port, since they are all here.
+    config = f'port 0\nunixsocket {path}\nsave ""\nappendonly no\ndir {folder}\n'
+    return [Process(role="directory", name="directory", config=config, metrics_port=0, drain_s=0.0)]
+
+
+def _staging(index: int, number: int, tables: Mapping[str, Any], folder: Path) -> _Placed:
     own = {name: copy.deepcopy(table) for name, table in tables.items() if name not in ("prefill", "decode", "engine")}
     server = own.setdefault("server", {})
-    address = _listen("staging.address", own["staging"].pop("address", server.get("address", "127.0.0.1:0")), 0)
-    metrics = _listen("server.metrics_address", server.get("metrics_address") or "127.0.0.1:0", 0)
+    wanted = own["staging"].pop("address", server.get("address", "127.0.0.1:0"))
+    address = _listen("staging.address", wanted, index)
+    metrics = _listen("server.metrics_address", server.get("metrics_address") or "127.0.0.1:0", index)
     server |= {"address": address, "metrics_address": metrics}
+    name = _name("staging", index, number)
     if not own["staging"].get("is_strict"):
         own["staging"].setdefault("memory_socket", str(folder / "staging.sock"))
+    if number > 1:
+        if "memory_socket" in own["staging"]:
+            own["staging"]["memory_socket"] += f".{index}"
+        if "folder" in own.get("disk", {}):
+            own["disk"]["folder"] = str(Path(own["disk"]["folder"], name))
+            with contextlib.suppress(OSError):  # the service says what is wrong with it
+                Path(own["disk"]["folder"]).mkdir(exist_ok=True)
+    if "directory" in own:
+        own["directory"]["address"] = _reach(address)
     process = Process(
         role="staging",
-        name="staging",
+        name=name,
         config=toml(own),
         metrics_port=_port(metrics),
         drain_s=own["staging"].get("drain_s", Process.__dataclass_fields__["drain_s"].default),
@@ -176,13 +210,17 @@ def _engine(role: str, index: int, number: int, tables: Mapping[str, Any], peers
     assert config is not None
     process = Process(
         role=role,
-        name=role if number == 1 else f"{role}-{index}",
+        name=_name(role, index, number),
         config=text,
         metrics_port=_port(settings["metrics_address"]),
         http_address=_reach(settings.get("http_address", "")),
         drain_s=config.drain_s,
     )
     return _Placed(process=process, address=_reach(settings["address"]))
+
+
+def _name(role: str, index: int, number: int) -> str:
+    return role if number == 1 else f"{role}-{index}"
 
 
 def _listen(name: str, address: object, index: int) -> str:

@@ -13,10 +13,13 @@ from tempfile import TemporaryDirectory
 from oasiskv.cli.cluster import Cluster, child_environment
 from oasiskv.cli.launch import Request, environment, find_device, prepare
 from oasiskv.cli.server import stopped_by_sigterm
-from oasiskv.cli.services_file import ROLES, file_for, split
+from oasiskv.cli.services_file import file_for, split
 from oasiskv.core.errors import ConfigError, UnsupportedError
 from oasiskv.core.host_memory import host_memory_limit
 from oasiskv.engine.vllm.names import HANDOVER_DEVICES
+
+NUM_POOLS = 3
+"""One of each service: that many pools of host memory."""
 
 DEFAULT_HTTP = "127.0.0.1:8000"
 
@@ -33,6 +36,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         metavar="FILE|MODEL",
         help="a TOML file (docs/design/0004), or a model for which one is made: a folder or a name (%(default)s)",
     )
+    parser.add_argument("--stagings", type=int, help="staging services, in the place of [up] in the file")
     parser.add_argument("--prefills", type=int, help="prefill services, in the place of [up] in the file")
     parser.add_argument("--decodes", type=int, help="decode services, in the place of [up] in the file")
     parser.add_argument("--verbose", action="store_true", help="show all of the logs")
@@ -52,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     show = timed(_say)
     with TemporaryDirectory(prefix="oasiskv-") as folder, stopped_by_sigterm():
-        processes = split(text, Path(folder), prefills=args.prefills, decodes=args.decodes)
+        processes = split(text, Path(folder), stagings=args.stagings, prefills=args.prefills, decodes=args.decodes)
         model = tomllib.loads(text).get("engine", {}).get("model", "")
         child = child_environment(environment("cpu", 1, os.environ), str(model))
         show(f"starting {', '.join(process.name for process in processes)}")
@@ -93,7 +97,7 @@ def config_text(args: argparse.Namespace) -> str:
     )
     launch = prepare(request, device, _say)
     limit = host_memory_limit()
-    share = (limit.max_bytes or limit.mem_total_bytes or 2**33) // 2 // len(ROLES)
+    share = (limit.max_bytes or limit.mem_total_bytes or 2**33) // 2 // NUM_POOLS
     if launch.plan.config.host_pool_bytes > share:  # each of the three has a pool of that size
         launch = prepare(replace(request, host_memory=str(share)), device, _say)
     return file_for(launch, path.name or args.target, args.http)

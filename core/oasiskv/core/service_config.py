@@ -153,7 +153,8 @@ class DecodeConfig:
     """`host:port` of each prefill service, or of several under one name; with none every prompt is computed here."""
 
     staging: str = ""
-    """`host:port` of the staging service that the prefill services use; empty without any."""
+    """`host:port` of the staging service that the prefill services use; empty for what each of them says, which may be
+    several, or without any."""
 
     tls: TlsConfig | None = None
     """Mutual TLS with peers and callers of decode.v1; None to speak in the clear."""
@@ -198,7 +199,7 @@ class DecodeConfig:
         object.__setattr__(self, "prefills", tuple(self.prefills))
         for address in self.prefills:
             check_address("prefills", address)
-        if self.prefills or self.staging:
+        if self.staging:
             check_address("staging", self.staging)
         if not _is_number(self.local_prompt_tokens, int) or self.local_prompt_tokens < 0:
             raise ConfigError(f"local_prompt_tokens: expected 0 or more, got {self.local_prompt_tokens!r}")

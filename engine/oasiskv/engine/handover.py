@@ -94,6 +94,55 @@ class Unattached:
         return failed
 
 
+class Ways:
+    """Ways to several staging services, each under a name: the leases of one are `name/text`, where `text` is its own.
+
+    Leases of the way without a name are their text alone.
+    """
+
+    def __init__(self) -> None:
+        """Know no way."""
+        self._ways: dict[str, StagedBlocks] = {}
+
+    def attach(self, name: str, staged: StagedBlocks) -> None:
+        """Take a way, in the place of one of that name."""
+        before, self._ways[name] = self._ways.get(name), staged
+        if before is not None:
+            before.close()
+
+    def put(self, lease: str, block_indices: Sequence[int], first_layer: int, data: torch.Tensor) -> "Future[None]":
+        """Write by the way of the lease."""
+        staged, text = self._way(lease)
+        return staged.put(text, block_indices, first_layer, data)
+
+    def fetch(self, lease: str, block_indices: Sequence[int], first_layer: int, out: torch.Tensor) -> "Future[None]":
+        """Read by the way of the lease."""
+        staged, text = self._way(lease)
+        return staged.fetch(text, block_indices, first_layer, out)
+
+    def receipt(self, lease: str) -> bytes:
+        """Return the receipt of the way of the lease."""
+        staged, text = self._way(lease)
+        return staged.receipt(text)
+
+    def forget(self, lease: str) -> None:
+        """Have the way of the lease forget it."""
+        staged, text = self._way(lease)
+        staged.forget(text)
+
+    def close(self) -> None:
+        """Close all of them."""
+        for staged in self._ways.values():
+            staged.close()
+
+    def _way(self, lease: str) -> tuple[StagedBlocks, str]:
+        name, mark, text = lease.rpartition("/")
+        return self._ways.get(name if mark else "", UNATTACHED), text
+
+
+UNATTACHED = Unattached()
+
+
 class Outbox:
     """The prefill side: what is stored for a request is put into its staged blocks, and at its switch the rest.
 

@@ -17,7 +17,7 @@ from oasiskv.core.handover import HandoverLayout
 from oasiskv.engine.caps import Caps
 from oasiskv.engine.checks import check_working_set, poison
 from oasiskv.engine.counters import RuntimeCounters
-from oasiskv.engine.handover import Outbox, StagedBlocks, Unattached, check_can_hand_over
+from oasiskv.engine.handover import Outbox, StagedBlocks, Ways, check_can_hand_over
 from oasiskv.engine.host_pool import HostPool
 from oasiskv.engine.inbox import Inbox, Loading
 from oasiskv.engine.pipeline import Pipeline, Stage
@@ -87,23 +87,22 @@ class Runtime:
         self._num_submitted = [0] * shape.num_layers
         self._plan: StepPlan | None = None
         self._has_drafted = False
-        self._staged: StagedBlocks = Unattached()
+        self._staged = Ways()
         self.outbox = Outbox(shape, sets, self._kv_caches, pool)
         self.inbox = Inbox(config, shape, sets, self._kv_caches, pool)
         # Requests whose KV came, until they run.
         self._arrived: set[str] = set()
         self._probes = Probes(shape)
 
-    def attach(self, staged: StagedBlocks) -> None:
-        """Take a way to staging, in the place of one that was there before.
+    def attach(self, staged: StagedBlocks, way: str = "") -> None:
+        """Take a way to staging, in the place of one of that name.
 
         Raises:
             UnsupportedError: this backend cannot hand requests over.
         """
         check_can_hand_over(self.config, self.shape, self._device)
         self.fence()
-        self._staged.close()
-        self._staged = staged
+        self._staged.attach(way, staged)
 
     def take_handover(self, lease: str) -> bytes | None:
         """Return the receipt of a request's KV once all of it is in staging; see `Outbox.take_receipt`."""

@@ -162,6 +162,18 @@ def write_tiny_draft_model(path: Path, target: Path, *, seed: int = 1) -> Path:
     )
 
 
+def write_word_tokenizer(folder: Path, num_words: int) -> None:
+    """Write a tokenizer beside a model whose words are w0, w1 and so on."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{index}": index for index in range(num_words)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0").save_pretrained(folder)
+
+
 def write_tiny_eagle3(path: Path, target: Path, *, seed: int = 1) -> Path:
     """Write a random EAGLE-3 head for a tiny model into a folder, and return the folder.
 

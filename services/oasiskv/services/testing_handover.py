@@ -18,8 +18,8 @@ from oasiskv.core.generation import Generated, Handover, Logprob, Sampling
 from oasiskv.core.service_config import DecodeConfig, EngineConfig
 from oasiskv.protos.prefill.v1 import prefill_pb2_grpc
 from oasiskv.protos.staging.v1 import staging_pb2
-from oasiskv.services.clients.link import StagingLink
-from oasiskv.services.clients.session import SessionConfig, StagingSession
+from oasiskv.services.clients.link import StagingLink, StagingLinks
+from oasiskv.services.clients.session import Lease, SessionConfig, StagingSession
 from oasiskv.services.clients.staging import StagingClient
 from oasiskv.services.decode.peers import Peer, Resolve, resolve
 from oasiskv.services.decode.router import Router
@@ -92,12 +92,21 @@ class FakePrefill:
         self.is_draining = True
         return 3
 
+    async def hold(self, block_keys: Sequence[bytes]) -> None:
+        """Leave blocks in staging as a request does that has ended."""
+        for block_key in block_keys:
+            self.session.release(await self._seal([block_key]))
+
     async def _stage(self, mark: str, num_blocks: int) -> str:
-        lease = await asyncio.wrap_future(self.session.allocate(num_blocks))
-        self.session.put(lease, range(num_blocks), 0, self._data[:num_blocks])
-        keys = [mark.encode() + bytes([index]) for index in range(num_blocks)]
-        await asyncio.wrap_future(self.session.seal(lease, range(num_blocks), keys))
+        lease = await self._seal([mark.encode() + bytes([index]) for index in range(num_blocks)])
         return await asyncio.wrap_future(self.session.hand_off(lease))
+
+    async def _seal(self, block_keys: Sequence[bytes]) -> Lease:
+        indices = range(len(block_keys))
+        lease = await asyncio.wrap_future(self.session.allocate(len(indices)))
+        self.session.put(lease, indices, 0, self._data[: len(indices)])
+        await asyncio.wrap_future(self.session.seal(lease, indices, block_keys))
+        return lease
 
 
 class FakeEngine:
@@ -144,7 +153,7 @@ class FakeEngine:
 
     async def traffic(self) -> dict[str, int]:
         """Return made-up bytes."""
-        return {"admitted_bytes": 1, "missed_bytes": 2, "handover_bytes": 3}
+        return {"admitted_bytes": 1, "missed_bytes": 2, "handover_bytes": 3, "loaded_bytes": 0}
 
 
 @dataclass(kw_only=True)
@@ -156,8 +165,9 @@ class World:
     servers: list[RpcServer]
     addresses: list[str]
     """Of the prefill services."""
-    staging: StagingClient
-    process: StagingProcess
+    stagings: list[StagingClient]
+    processes: list[StagingProcess]
+    """Of the staging services, which the prefill services use in turn."""
 
     def peer(self, index: int = 0) -> Peer:
         """Return what the router knows of a prefill service."""
@@ -166,8 +176,8 @@ class World:
 
     async def num_held(self) -> int:
         """Return how many leases and handles staging knows."""
-        stats = await self.staging.call(self.staging.stub.Stats, staging_pb2.StatsRequest())
-        return int(stats.num_leases)
+        stats = [await one.call(one.stub.Stats, staging_pb2.StatsRequest()) for one in self.stagings]
+        return sum(int(one.num_leases) for one in stats)
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Return when a condition holds; fails after a quarter of a minute."""
@@ -195,6 +205,7 @@ def run_world(
     find: Callable[[list[str]], Resolve] = lambda addresses: resolve,
     prepare: Callable[[list[FakePrefill]], None] = lambda prefills: None,
     is_ready: bool = True,
+    num_stagings: int = 1,
 ) -> None:
     """Run a test with prefill services on loopback, each at an address of its own and all at one port.
 
@@ -206,15 +217,17 @@ def run_world(
         find: Makes what looks the name up, from the addresses.
         prepare: Called before the router looks at anything.
         is_ready: Whether the test begins when all services are usable.
+        num_stagings: How many staging services the prefill services use in turn; with several, their name is not set.
     """
 
     async def attach(maker: str, arguments: dict[str, Any]) -> None:
         pass
 
-    async def within(process: StagingProcess) -> None:
+    async def within(processes: list[StagingProcess]) -> None:
         async with contextlib.AsyncExitStack() as resources:
             prefills, servers, port = [], [], 0
             for index in range(num_prefills):
+                process = processes[index % num_stagings]
                 writes = SessionConfig(
                     address=process.address, fingerprint=FINGERPRINT, name=f"p{index}", may_write=True, ttl_s=2.0
                 )
@@ -237,30 +250,36 @@ def run_world(
                 fingerprint=FINGERPRINT,
                 engine=ENGINE,
                 prefills=(f"{name}:{port}",) if name else tuple(addresses),
-                staging=process.address,
+                staging=processes[0].address if num_stagings == 1 else "",
                 max_call_s=5.0,
             )
             router = Router(config, find(addresses))
-            reads = SessionConfig(address=process.address, fingerprint=FINGERPRINT, name="d", may_write=False)
-            link = StagingLink(reads, attach)
 
-            async def read_probe(token: str) -> bytes:
+            def link_to(address: str) -> StagingLink:
+                reads = SessionConfig(address=address, fingerprint=FINGERPRINT, name="d", may_write=False)
+                return StagingLink(reads, attach)
+
+            links = StagingLinks(link_to)
+
+            async def read_probe(lease: str) -> bytes:
+                address, _, token = lease.rpartition("/")
+                session = links.at(address).session
                 out = np.zeros((1, 3, FINGERPRINT.part_bytes), np.uint8)
-                await asyncio.to_thread(link.session.register, out)
-                lease = link.session.join(token)
-                assert (await asyncio.wrap_future(link.session.fetch(lease, [0], 0, out))).tolist() == [0]
+                await asyncio.to_thread(session.register, out)
+                read = session.fetch(session.join(token), [0], 0, out)
+                assert (await asyncio.wrap_future(read)).tolist() == [0]
                 return hashlib.blake2b(out.tobytes(), digest_size=32).digest()
 
-            router.link, router.read_probe = link, read_probe
-            tasks = [asyncio.create_task(router.run()), asyncio.create_task(link.run())]
-            staging = await resources.enter_async_context(StagingClient(process.address))
+            router.links, router.read_probe = links, read_probe
+            tasks = [asyncio.create_task(router.run())]
+            stagings = [await resources.enter_async_context(StagingClient(one.address)) for one in processes]
             world = World(
                 router=router,
                 prefills=prefills,
                 servers=servers,
                 addresses=addresses,
-                staging=staging,
-                process=process,
+                stagings=stagings,
+                processes=processes,
             )
             try:
                 if is_ready:
@@ -271,5 +290,11 @@ def run_world(
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
 
-    with StagingProcess(folder, FINGERPRINT, 16, leases={"max_ttl_s": 5.0}) as process:
-        asyncio.run(within(process))
+    with contextlib.ExitStack() as stack:
+        processes = []
+        for index in range(num_stagings):
+            place = folder / f"staging-{index}"
+            place.mkdir()
+            started = StagingProcess(place, FINGERPRINT, 16, leases={"max_ttl_s": 5.0})
+            processes.append(stack.enter_context(started))
+        asyncio.run(within(processes))

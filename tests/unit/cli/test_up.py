@@ -67,6 +67,35 @@ def test_every_process_gets_a_file_of_its_own_that_says_where_the_others_are(tmp
     assert all(not address.endswith(":0") for address in used)
 
 
+@pytest.mark.parametrize("has_redis", [True, False])
+def test_several_staging_services_take_prefill_services_in_turn_and_share_a_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_redis: bool
+) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}" if has_redis else None)
+    text = FILE + f'[disk]\nfolder = "{tmp_path}"\nmax_bytes = 1000000\n'
+    processes = split(text, tmp_path, stagings=2, prefills=3)
+    names = ["staging-0", "staging-1", "prefill-0", "prefill-1", "prefill-2", "decode"]
+    assert [one.name for one in processes] == ["directory"] * has_redis + names
+    stagings = [tomllib.loads(one.config) for one in processes if one.role == "staging"]
+    addresses = [one["server"]["address"] for one in stagings]
+    assert len(set(addresses)) == 2
+    assert len({one["staging"]["memory_socket"] for one in stagings}) == 2
+    assert [one["disk"]["folder"] for one in stagings] == [str(tmp_path / name) for name in names[:2]]
+    assert all((tmp_path / name).is_dir() for name in names[:2])
+    url = f"unix://{tmp_path}/directory.sock"
+    directories = [{"url": url, "address": address} for address in addresses]
+    assert [one.get("directory") for one in stagings] == (directories if has_redis else [None, None])
+    used = [read_services(one.config) for one in processes if one.role in ("prefill", "decode")]
+    assert [one.prefill.staging for one in used if one.prefill] == [addresses[0], addresses[1], addresses[0]]
+    # Each prefill service says where its KV is.
+    assert [one.decode.staging for one in used if one.decode] == [""]
+    # One that is there already is used.
+    own = FILE + '[directory]\nurl = "redis://elsewhere:1/0"\n'
+    first = split(own, tmp_path, stagings=2)[0]
+    assert first.name == "staging-0"
+    assert tomllib.loads(first.config)["directory"]["url"] == "redis://elsewhere:1/0"
+
+
 def test_ports_follow_those_of_the_first_process_and_one_that_is_taken_is_refused(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

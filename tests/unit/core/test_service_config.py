@@ -94,7 +94,7 @@ def test_tls_holds_for_both_services() -> None:
         ('http_address = "127.0.0.1:0"', "http_address = 8000", r"decode\.http_address"),
         ('"prefill-1:7412"', '":7412"', r"decode\.prefills"),
         ('["[::1]:7412", "prefill-1:7412"]', '"prefill-1:7412"', r"decode\.prefills"),
-        ('staging = "127.0.0.1:7499"', "", r"decode\.staging"),
+        ('staging = "127.0.0.1:7499"', 'staging = "here"', r"decode\.staging"),
         ("[decode]", "[decode]\nlocal_prompt_tokens = -1", r"decode\.local_prompt_tokens"),
         ("[decode]", "[decode]\ndrain_s = -1", r"decode\.drain_s"),
         ("[decode]", "[decode]\nmetrics_address = '9400'", r"decode\.metrics_address"),

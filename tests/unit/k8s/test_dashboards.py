@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -93,7 +94,7 @@ def of_prefill() -> dict[str, set[str]]:
 def of_decode() -> dict[str, set[str]]:
     service = SimpleNamespace(is_ready=True, is_draining=False, num_requests=0)
     peers = SimpleNamespace(all=[], checks={"ok": 1})
-    router = SimpleNamespace(peers=peers, num_leases=0, outcomes={}, errors={"InternalError": 1})
+    router = SimpleNamespace(peers=peers, num_leases=0, outcomes={}, choices=Counter(), errors={"InternalError": 1})
     config = SimpleNamespace(revision="", fingerprint=SHAPE)
     return collected(lambda: DecodeCollector(cast("Any", config), cast("Any", service), cast("Any", router)))
 

@@ -19,18 +19,19 @@ class HandoverCalls:
         assert runtime is not None
         return runtime
 
-    def attach_staging(self, maker: str, arguments: dict[str, Any]) -> None:
+    def attach_staging(self, maker: str, arguments: dict[str, Any], way: str = "") -> None:
         """Take a way to staging.
 
         Args:
             maker: `module:function`, called with the arguments and the `CacheShape` of this process.
             arguments: Of the maker.
+            way: Name that the leases of this way begin with; it takes the place of one of that name.
 
         Raises:
             OasisError: as the maker does, or the backend cannot hand requests over; what was attached before stays.
         """
         module, _, function = maker.partition(":")
-        self._runtime.attach(getattr(importlib.import_module(module), function)(arguments, self._runtime.shape))
+        self._runtime.attach(getattr(importlib.import_module(module), function)(arguments, self._runtime.shape), way)
 
     def take_handover(self, lease: str) -> tuple[str, str]:
         """Say what became of the KV of a request that ended here.

@@ -197,14 +197,14 @@ class ServedEngine:
         """End a request; its iteration ends with the finish reason `abort`."""
         await self.llm.abort(request_id)
 
-    async def attach_staging(self, maker: str, arguments: dict[str, Any]) -> None:
+    async def attach_staging(self, maker: str, arguments: dict[str, Any], way: str = "") -> None:
         """Give the workers a way to staging; see `LookaheadWorker.attach_staging`.
 
         Raises:
             EngineFailedError: A worker could not.
         """
         try:
-            await self.llm.collective_rpc("attach_staging", args=(maker, arguments))
+            await self.llm.collective_rpc("attach_staging", args=(maker, arguments, way))
         except Exception as cause:
             raise EngineFailedError(f"attach_staging: {cause}") from cause
 

@@ -1,9 +1,9 @@
-"""Keeps an engine's way to staging open: opens a session, attaches the workers, and does it again after a restart."""
+"""Keeps an engine's ways to staging open: opens a session, attaches the workers, and does it again after a restart."""
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -36,6 +36,7 @@ class StagingLink:
         self._session: StagingSession | None = None
         self._epoch = ""
         self._answers = False
+        self._client: StagingClient | None = None
 
     @property
     def is_up(self) -> bool:
@@ -56,13 +57,26 @@ class StagingLink:
     async def run(self) -> None:
         """Look after the link for as long as the caller lets it."""
         async with StagingClient(self._config.address, tls=self._config.tls, timeout_s=5.0) as client:
+            self._client = client
             try:
                 while True:
                     with contextlib.suppress(OasisError):
                         await self._look(client)
                     await asyncio.sleep(LOOK_S)
             finally:
+                self._client = None
                 await self._close()
+
+    async def find(self, block_keys: Sequence[bytes]) -> pb.FindResponse:
+        """Ask which staging services hold the first of some blocks.
+
+        Raises:
+            OasisError: The service does not answer.
+        """
+        if self._client is None:
+            raise PeerUnavailableError(f"staging: expected an answer at {self._config.address}, got none")
+        found: pb.FindResponse = await self._client.call(self._client.stub.Find, pb.FindRequest(block_keys=block_keys))
+        return found
 
     async def _look(self, client: StagingClient) -> None:
         try:
@@ -92,3 +106,29 @@ class StagingLink:
         session, self._session = self._session, None
         if session is not None:
             await asyncio.to_thread(session.close)
+
+
+class StagingLinks:
+    """The links of one engine to as many staging services as are asked for, each from then on until `close`.
+
+    Args:
+        open_link: Makes the link to an address.
+    """
+
+    def __init__(self, open_link: Callable[[str], StagingLink]) -> None:
+        self._open_link = open_link
+        self._links: dict[str, StagingLink] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def at(self, address: str) -> StagingLink:
+        """Return the link to an address, made if there is none yet."""
+        if (link := self._links.get(address)) is None:
+            link = self._links[address] = self._open_link(address)
+            self._tasks.append(asyncio.create_task(link.run()))
+        return link
+
+    async def close(self) -> None:
+        """End all of them."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)

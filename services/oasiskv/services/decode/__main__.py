@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from oasiskv.core.errors import ConfigError, OasisError
@@ -17,7 +18,7 @@ from oasiskv.engine.vllm.served import ServedEngine
 from oasiskv.engine.vllm.settings import sparse_layout
 from oasiskv.protos.decode.v1 import decode_pb2_grpc
 from oasiskv.protos.inference.v2 import inference_pb2_grpc
-from oasiskv.services.clients.link import StagingLink
+from oasiskv.services.clients.link import StagingLink, StagingLinks
 from oasiskv.services.clients.session import SessionConfig
 from oasiskv.services.decode.metrics import DecodeCollector
 from oasiskv.services.decode.oip import Oip
@@ -62,15 +63,7 @@ async def run(config: DecodeConfig) -> None:
         resources.callback(engine.stop)
         if config.prefills:
             router.read_probe = engine.read_probe
-            session = SessionConfig(
-                address=config.staging,
-                fingerprint=config.fingerprint,
-                name=f"decode-{os.getpid()}",
-                may_write=False,
-                tls=config.tls,
-            )
-            router.link = StagingLink(session, engine.attach_staging)
-            await resources.enter_async_context(cancelled(router.link.run()))
+            router.links = StagingLinks(partial(_link, config, engine))
             await resources.enter_async_context(cancelled(router.run()))
         service = DecodeService(config, engine, router)
         front.serve(service, DecodeCollector(config, service, router))
@@ -105,6 +98,18 @@ async def run(config: DecodeConfig) -> None:
         http_port = await resources.enter_async_context(http)
         print(f"oasiskv decode listens on port {server.port}, HTTP on port {http_port}{where}{front.where}", flush=True)
         await serve(service, servers, received, config.drain_s)
+
+
+def _link(config: DecodeConfig, engine: ServedEngine, address: str) -> StagingLink:
+    """Return the engine's link to a staging service, whose address is its name among the ways of the workers."""
+    session = SessionConfig(
+        address=address,
+        fingerprint=config.fingerprint,
+        name=f"decode-{os.getpid()}",
+        may_write=False,
+        tls=config.tls,
+    )
+    return StagingLink(session, partial(engine.attach_staging, way=address))
 
 
 async def _serve_oip(listen: ServerConfig, oip: Oip, front: Front) -> RpcServer:

@@ -3,6 +3,7 @@
 from prometheus_client.metrics_core import Metric
 
 from oasiskv.core.service_config import DecodeConfig
+from oasiskv.services.decode.choice import REASONS
 from oasiskv.services.decode.router import Router
 from oasiskv.services.decode.service import DecodeService
 from oasiskv.services.engine_metrics import counter, gauge, kv_bytes
@@ -51,6 +52,12 @@ class DecodeCollector(LoopCollector):
                 "Long prompts by what came of them",
                 "outcome",
                 dict.fromkeys(OUTCOMES, 0) | router.outcomes,
+            ),
+            counter(
+                "decode_prefill_choices",
+                "Long prompts by why a prefill service was the first that was asked",
+                "reason",
+                {why: router.choices[why] for why in REASONS},
             ),
             counter("decode_prefill_errors", "Attempts at a prefill service that failed", "error", dict(router.errors)),
             counter("decode_kv_path_checks", "Probe blocks by what came of them", "result", dict(router.peers.checks)),

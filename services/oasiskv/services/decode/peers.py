@@ -41,6 +41,8 @@ class Peer:
     """What the settings call it."""
     is_ready: bool = False
     revision: str = ""
+    staging: str = ""
+    """`host:port` of the staging service that takes its KV, as it calls it."""
     num_waiting_tokens: int = 0
     """As of the last look."""
     num_sent_tokens: int = 0
@@ -102,7 +104,7 @@ class Peers:
         names: `host:port` each.
         tls: This process's certificate; None to speak in the clear.
         verify: Shows that KV comes through.
-        session: Returns the session with staging, None while there is none.
+        session: Returns the session with a peer's staging, None while there is none.
         find: Looks a name up.
     """
 
@@ -111,7 +113,7 @@ class Peers:
         names: Sequence[str],
         tls: TlsConfig | None,
         verify: Verify,
-        session: Callable[[], StagingSession | None],
+        session: Callable[[Peer], StagingSession | None],
         find: Resolve = resolve,
     ) -> None:
         """Know nobody."""
@@ -131,8 +133,8 @@ class Peers:
         return [peer for peer in self._peers.values() if not peer.is_gone]
 
     def usable(self) -> list[Peer]:
-        """Return those that prompts may go to, the least loaded first."""
-        return sorted((peer for peer in self._peers.values() if peer.is_usable), key=lambda peer: peer.load)
+        """Return those that prompts may go to."""
+        return [peer for peer in self._peers.values() if peer.is_usable]
 
     async def run(self) -> None:
         """Look names and services up for as long as the caller lets it."""
@@ -173,7 +175,7 @@ class Peers:
         async with peer.client:
             while not peer.is_gone or peer.num_calls:
                 await self._look(peer)
-                session = self._session()
+                session = self._session(peer)
                 if peer.is_ready and session is not None and peer.verified_in is not session:
                     await self._check(peer)
                 await asyncio.sleep(LOOK_S)
@@ -184,6 +186,7 @@ class Peers:
         try:
             stats = await peer.client.stats(STATS_TIMEOUT_S)
             is_ready, peer.num_waiting_tokens, peer.revision = stats.is_ready, stats.num_waiting_tokens, stats.revision
+            peer.staging = stats.staging
         except (OasisError, grpc.aio.AioRpcError):
             is_ready = False
         if is_ready != peer.is_ready:

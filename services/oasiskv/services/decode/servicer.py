@@ -59,9 +59,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             num_completion_tokens_total=counts.num_completion_tokens,
             num_handovers_total=self._router.num_handovers,
             num_recomputed_total=self._router.num_recomputed,
-            admitted_bytes_total=traffic["admitted_bytes"],
+            admitted_bytes_total=traffic["admitted_bytes"] + traffic["loaded_bytes"],
             missed_bytes_total=traffic["missed_bytes"],
-            full_bytes_total=traffic["handover_bytes"],
+            full_bytes_total=traffic["handover_bytes"] + traffic["loaded_bytes"],
             revision=self._revision,
             kv_paths=[
                 pb.KvPath(

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import hashlib
 import logging
 import secrets
 from collections import Counter
@@ -32,6 +31,7 @@ from oasiskv.services.clients.moves import Lease
 from oasiskv.services.clients.session import StagingSession
 from oasiskv.services.clients.waiting import wait_or_undo
 from oasiskv.services.generation import Prompt, check_request_id
+from oasiskv.services.prompt_keys import block_keys, num_reusable
 
 logger = logging.getLogger(__name__)
 
@@ -258,9 +258,9 @@ class PrefillService:
 
     async def _find(self, session: StagingSession, ids: Sequence[int], keys: Sequence[bytes]) -> Lease | None:
         """Take a lease on the blocks of the prompt that are in staging; its last token is always computed."""
-        num_wanted = (len(ids) - 1) // self._config.fingerprint.block_size
         try:
-            return await wait_or_undo(session.lease(keys[:num_wanted]), session.release)
+            wanted = keys[: num_reusable(len(ids), self._config.fingerprint.block_size)]
+            return await wait_or_undo(session.lease(wanted), session.release)
         except (BlockNotFoundError, PoolExhaustedError):
             return None
 
@@ -380,13 +380,3 @@ class PrefillService:
         with contextlib.suppress(OasisError):
             await self._engine.take_handover(lease.token)
         session.release(lease)
-
-
-def block_keys(ids: Sequence[int], block_size: int) -> list[bytes]:
-    """Return the content keys of a prompt's complete blocks: each names all tokens up to the end of its block."""
-    tokens = np.asarray(ids, "<u4")
-    keys, key = [], b""
-    for first in range(0, len(ids) // block_size * block_size, block_size):
-        key = hashlib.blake2b(key + tokens[first : first + block_size].tobytes(), digest_size=24).digest()
-        keys.append(key)
-    return keys
