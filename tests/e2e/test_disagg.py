@@ -45,7 +45,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
     folder = tmp_path_factory.mktemp("disagg")
     trace = write_trace(folder / "trace.npz")
     command = ["bench", "disagg", "--traces", str(folder / "trace.npz"), "--no-plots", "--out", str(folder / "results")]
-    command += ["--requests", "3", "--concurrency", "2", "--links", "1"]
+    command += ["--requests", "3", "--concurrency", "2", "--links", "1", "--host-less", "2"]
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main(command)
@@ -57,7 +57,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
 def test_what_crosses_is_what_the_trace_selects(done: Done) -> None:
     stats, report = trace_stats(done.trace), done.report
     rows = {row["mode"]: row for row in report["rows"]}
-    assert list(rows) == ["dense", "full", "partial", "capped-0.1", "capped-0.05"]
+    assert list(rows) == ["dense", "full", "partial", "capped-0.1", "capped-0.05", "capped-0.05, host/2"]
     full_gib = 60 * BLOCK_GIB
     beside_gib = (4 + 2) * BLOCK_GIB  # summary pages, the active block's place and the map
     beside_gib -= BLOCK_GIB  # the prompt ends with a block, so none is active
@@ -81,6 +81,11 @@ def test_what_crosses_is_what_the_trace_selects(done: Done) -> None:
     assert partial["first_set_gib"] + partial["missed_gib"] == pytest.approx(stats.touched * BLOCK_GIB)
     assert partial["counts"]["deferred"] == 0 < rows["capped-0.05"]["counts"]["deferred"]
     assert rows["capped-0.05"]["total_gib"] <= partial["total_gib"]
+    # All KV takes 61 blocks and one more for the tokens to come, and so does the one that is half way through.
+    limited = rows["capped-0.05, host/2"]
+    assert limited["host_peak_gib"] <= 62 * BLOCK_GIB < rows["capped-0.05"]["host_peak_gib"] * 2
+    assert limited["total_gib"] >= rows["capped-0.05"]["total_gib"]
+    assert limited["counts"] == rows["capped-0.05"]["counts"]
     (described,) = report["traces"]
     assert described["drift"] == stats.drift
     assert "These are statistics of a trace, not results of a model." in done.out

@@ -31,14 +31,14 @@ from oasiskv.core.trace_model import FITS, generate_trace
 
 Row = dict[str, Any]
 GIB = 2**30
-MODES: dict[str, Row | None] = {
-    "dense": None,
+MODES: dict[str, Row] = {
+    "dense": {"handover_mode": "dense"},
     "full": {"handover_mode": "full"},
     "partial": {"handover_mode": "partial"},
     "capped-0.1": {"handover_mode": "capped", "fetch_ratio": 0.1},
     "capped-0.05": {"handover_mode": "capped", "fetch_ratio": 0.05},
 }
-"""Settings of the backend by mode; None is an engine without it, which needs all KV in HBM. Ratios are caps."""
+"""Settings of the backend by mode; dense needs all KV in HBM, as an engine without it. Ratios are caps."""
 
 MODEL_LAYERS, MODEL_HEADS, HEAD_DIM, DTYPE_BYTES = 36, 8, 128, 2
 """Qwen3-8B's, in bfloat16: the shape whose bytes are told of traces with as many KV heads. Others keep their own layers
@@ -57,6 +57,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of a generated trace (%(default)s)")
     parser.add_argument("--requests", type=int, default=3, help="in all, in each mode (%(default)s)")
     parser.add_argument("--concurrency", type=int, default=2, help="requests at a time (%(default)s)")
+    parser.add_argument(
+        "--host-less",
+        nargs="*",
+        type=float,
+        default=[2.25],
+        metavar="X",
+        help="also the last mode with 1/X of the host memory that all KV takes (%(default)s)",
+    )
     parser.add_argument("--step-ms", type=float, default=30.0, help="a step of the model, for GB/s (%(default)s)")
     parser.add_argument(
         "--links", nargs="*", type=float, default=[10, 25, 100], metavar="GBPS", help="Gb/s to shape (10 25 100)"
@@ -125,6 +133,8 @@ def check(args: argparse.Namespace) -> None:
             raise ConfigError(f"--{name}: expected at least 1, got {getattr(args, name)}")
     if args.concurrency > args.requests:
         raise ConfigError(f"--concurrency: expected at most --requests, {args.requests}, got {args.concurrency}")
+    if not all(less >= 1 for less in args.host_less):
+        raise ConfigError("--host-less: expected numbers of at least 1")
     if not args.step_ms > 0 or not all(rate > 0 for rate in args.links):
         raise ConfigError("--step-ms, --links: expected numbers above 0")
 
@@ -194,7 +204,8 @@ def table(rows: Sequence[Row]) -> str:
     columns = {
         "trace": "{}", "mode": "{}", "full_gib": "{:.2f}", "first_set_gib": "{:.2f}", "first_set_x": "{:.1f}",
         "admitted_gib": "{:.2f}", "missed_gib": "{:.2f}", "total_gib": "{:.2f}", "total_x": "{:.2f}",
-        "host_gib": "{:.2f}", "host_x": "{:.1f}", "net_gb_per_s": "{:.2f}", "net_gb_per_s_peak": "{:.2f}",
+        "host_gib": "{:.2f}", "host_x": "{:.2f}", "host_peak_gib": "{:.2f}", "host_peak_x": "{:.2f}",
+        "net_gb_per_s": "{:.2f}", "net_gb_per_s_peak": "{:.2f}",
     }  # fmt: skip
     return lines_of(rows, columns)
 
@@ -242,6 +253,11 @@ def _measure(trace: SelectionTrace, path: Path, args: argparse.Namespace, scale:
         }
         for name in args.modes
     ]
+    num_all = _most_blocks(trace, num_steps, args.concurrency)
+    partly = [run for run in runs if run["settings"]["handover_mode"] in ("partial", "capped")]
+    for less in args.host_less if partly else ():
+        limited = {"name": f"{partly[-1]['name']}, host/{less:g}", "num_host_blocks": int(num_all / less)}
+        runs.append(partly[-1] | limited)
     rows: list[Row] = []
     for found in _replayed(trace, path, scale, runs, None):
         row = _told(found, scale, args.step_ms * window_steps / 1e3)
@@ -253,13 +269,24 @@ def _measure(trace: SelectionTrace, path: Path, args: argparse.Namespace, scale:
         if (full := by_mode.get("full")) is not None and row["mode"] not in ("full", "dense"):
             row["total_x"] = full["total_gib"] / row["total_gib"]
             row["host_x"] = full["host_gib"] / row["host_gib"]
+            row["host_peak_x"] = full["host_peak_gib"] / row["host_peak_gib"]
     return rows
+
+
+def _most_blocks(trace: SelectionTrace, num_steps: int, concurrency: int) -> int:
+    """Return the blocks that all KV of requests takes at most, each of which begins a part of its length later."""
+    gap = num_steps // concurrency
+    lens = [-(-(trace.num_tokens + num_done) // trace.block_size) for num_done in range(1, num_steps + 1)]
+    return max(sum(lens[age::gap][:concurrency]) for age in range(gap or 1))
 
 
 def _told(found: Row, scale: Scale, window_s: float) -> Row:
     """Return a row in the bytes that are told."""
     full_gib = scale.full_bytes / GIB
-    gib = {name: found[f"{name}_bytes"] * scale.factor / GIB for name in ("admitted", "first_set", "missed", "host")}
+    gib = {
+        name: found[f"{name}_bytes"] * scale.factor / GIB
+        for name in ("admitted", "first_set", "missed", "held", "kept")
+    }
     network = [value * scale.factor / 1e9 / window_s for value in found["network"]]
     total_gib = gib["admitted"] + gib["missed"]
     return {
@@ -270,10 +297,11 @@ def _told(found: Row, scale: Scale, window_s: float) -> Row:
         "path": found["path"],
         "path_reason": found["path_reason"],
         "full_gib": full_gib,
-        **{f"{name}_gib": value for name, value in gib.items()},
+        **{f"{name}_gib": gib[name] for name in ("admitted", "first_set", "missed", "kept")},
+        "host_gib": gib["held"],
         "first_set_x": full_gib / gib["first_set"],
         "total_gib": total_gib,
-        "host_peak_gib": found["host_peak_bytes"] * scale.factor / GIB,
+        "host_peak_gib": found["held_peak_bytes"] * scale.factor / GIB,
         "net_gb_per_s": sum(network) / len(network),
         "net_gb_per_s_peak": max(network),
         "net_idle_share": sum(value < 0.01 for value in network) / len(network),

@@ -53,14 +53,17 @@ def _draw_replay(line: Sequence[Any], name: str, report: Row) -> None:
     _bytes(line[0], name, rows, "gib")
     _network(line[1], rows)
     _host(line[2], rows)
-    _links(line[3], [row for row in report["links"] if row["trace"] == name])
+    links = [row for row in report["links"] if row["trace"] == name]
+    if links:
+        _links(line[3], links)
+    else:
+        line[3].set_axis_off()
 
 
 def _draw_services(line: Sequence[Any], name: str, rows: list[Row]) -> None:
     _bytes(line[0], name, rows, "mib")
     for row in rows:
-        if "network_mb_per_s" in row:
-            line[1].plot(row["network_mb_per_s"], label=row["mode"], linewidth=0.9)
+        line[1].plot(row["network_mb_per_s"], label=row["mode"], linewidth=0.9)
     line[1].set_title("network")
     line[1].set_xlabel("s")
     line[1].set_ylabel("MB/s")
@@ -116,5 +119,4 @@ def _links(axis: Any, rows: list[Row]) -> None:
     axis.set_yscale("log")
     axis.set_title("from lease to the first step's end, shaped links")
     axis.set_ylabel("s")
-    if modes:
-        axis.legend(fontsize=7)
+    axis.legend(fontsize=7)

@@ -34,14 +34,16 @@ class Run:
     """Requests that all replay the trace, one way."""
 
     name: str
-    settings: Mapping[str, Any] | None
-    """Of the backend; None is an engine without it."""
+    settings: Mapping[str, Any]
+    """Of the backend."""
     num_requests: int
     concurrency: int
     """Requests at a time; each begins this fraction of its length after the one before."""
     num_steps: int
     window_steps: int
     """Steps over which bytes are summed up for the series."""
+    num_host_blocks: int | None = None
+    """Host memory of all of them; None for all their KV."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,11 +172,11 @@ def measure(trace: SelectionTrace, shape: CacheShape, stager: Stager, run: Run) 
     reader = stager.open()
     closing: Any = reader.blocks
     try:
-        if run.settings is None:
+        if run.settings["handover_mode"] == "dense":
             steps = list(_dense_steps(short, shape, reader, run))
             counts: dict[str, float] = {}
         else:
-            replay = Replay(short, config_of(trace, run.settings), shape, run.concurrency)
+            replay = Replay(short, config_of(trace, run.settings), shape, run.concurrency, run.num_host_blocks)
             replay.attach(reader.blocks)
             closing = replay
             steps = list(_steps(replay, reader, run))
@@ -205,7 +207,14 @@ def _steps(replay: Replay, reader: Reader, run: Run) -> Iterator[Step]:
 def _dense_steps(trace: SelectionTrace, shape: CacheShape, reader: Reader, run: Run) -> Iterator[Step]:
     begins = _begins(run)
     idle = Step(
-        seconds=0.0, admitted_bytes=0, first_set_bytes=0, missed_bytes=0, host_bytes=0, num_requests=1, ended=()
+        seconds=0.0,
+        admitted_bytes=0,
+        first_set_bytes=0,
+        missed_bytes=0,
+        host_bytes=0,
+        held_bytes=0,
+        num_requests=1,
+        ended=(),
     )
     for step in range(max(begins) + run.num_steps):
         if step not in begins:
@@ -232,13 +241,14 @@ def _row(run: Run, reader: Reader, steps: Sequence[Step], counts: Mapping[str, f
         "admitted_bytes": each("admitted_bytes"),
         "first_set_bytes": each("first_set_bytes"),
         "missed_bytes": each("missed_bytes"),
-        "host_bytes": sum(step.host_bytes for step in steps) / sum(step.num_requests for step in steps),
-        "host_peak_bytes": max(step.host_bytes for step in steps),
+        "kept_bytes": sum(step.host_bytes for step in steps) / sum(step.num_requests for step in steps),
+        "held_bytes": sum(step.held_bytes for step in steps) / sum(step.num_requests for step in steps),
+        "held_peak_bytes": max(step.held_bytes for step in steps),
         "admission_s": statistics.median(step.seconds for step in admissions),
         "step_ms": 1e3 * statistics.median(others) if others else None,
         "counts": {name: counts[name] for name in ("predicted", "hit", "fetched", "deferred") if name in counts},
         "network": [sum(step.admitted_bytes + step.missed_bytes for step in window) for window in windows],
-        "host": [max(step.host_bytes for step in window) for window in windows],
+        "host": [max(step.held_bytes for step in window) for window in windows],
     }
 
 

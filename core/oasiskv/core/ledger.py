@@ -102,7 +102,7 @@ class RequestLedger:
         self._host = host
         self._rule = rule
         budget = layout.budget_blocks
-        self.rooms = Rooms(host, None if brings_all else ROOM_BUDGETS * budget, budget // 4)
+        self.rooms = Rooms(host, None if brings_all else ROOM_BUDGETS * budget, budget // 16)
         """Host blocks for what requests fetch."""
         self._shortage = 0
         self._num_switched: Counter[Reason] = Counter()
@@ -279,13 +279,13 @@ class RequestLedger:
                 self._note(request, min(num_computed[request_id], request.prefill_tokens))
         switch = self._choose(running, num_free)
         for request_id, request in running.items():
+            request.is_arriving = False
             if not request.uses_host:
                 continue
             if request.num_host_blocks > request.num_announced:
                 host_blocks[request_id] = list(self._host.table(request_id)[request.num_announced :])
                 request.num_announced = request.num_host_blocks
             request.num_ordered = request.num_final
-            request.is_arriving = False
             if request.stage is not None:
                 stage[request_id], request.stage = request.stage, None
             if not request.is_sparse and self._is_store_due(request, is_switched=request_id in switch):

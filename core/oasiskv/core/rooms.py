@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from oasiskv.core.errors import PoolExhaustedError
 from oasiskv.core.host_blocks import HostBlockManager
 
-LEAST_SPARE = 16
+LEAST_SPARE = 8
 """Host blocks that a room has at least beyond what was fetched, where there are enough."""
 
 

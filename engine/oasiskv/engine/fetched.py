@@ -21,8 +21,8 @@ class _Room:
     """`int64[num_blocks]`: host block of each place, `size` of which there are."""
     held: torch.Tensor
     """`int64[num_layers, num_blocks]`: block in each place, -1 for none."""
-    fetched_at: torch.Tensor
-    """`int64[num_layers, num_blocks]`: the older, the less."""
+    used_at: torch.Tensor
+    """`int64[num_layers, num_blocks]`: when the block in each place was last resident; the longer ago, the less."""
     was_fetched: torch.Tensor
     """`bool[num_layers, num_blocks]`: by block."""
     num_fetched: list[int]
@@ -75,14 +75,16 @@ class FetchedBlocks:
             num_blocks=num_blocks,
             host_ids=torch.zeros(num_blocks, dtype=torch.int64),
             held=torch.full(size, -1),
-            fetched_at=torch.zeros(size, dtype=torch.int64),
+            used_at=torch.zeros(size, dtype=torch.int64),
             was_fetched=torch.zeros(size, dtype=torch.bool),
             num_fetched=[0] * self._num_layers,
         )
         self.absent[:, slot, :num_blocks] = True
 
     def resize(self, slot: int, num_kept: int | None, host_ids: Sequence[int]) -> None:
-        """Change a request's room; what lay in host blocks that are not kept is absent again.
+        """Change a request's room. Where it shrinks, each layer keeps what was resident last, in the places that stay.
+
+        Host blocks that are not kept must hold what they held until this returns.
 
         Args:
             slot: The request's slot.
@@ -92,10 +94,9 @@ class FetchedBlocks:
         room = self._rooms[slot]
         num_kept = room.size if num_kept is None else num_kept
         with room.lock:
-            for layer in range(self._num_layers):
-                lost = room.held[layer, num_kept : room.size]
-                self.absent[layer, slot, lost[lost >= 0]] = True
-            room.held[:, num_kept : room.size] = -1
+            if num_kept < room.size:
+                for layer in range(self._num_layers):
+                    self._shrink(room, slot, layer, num_kept)
             room.size = num_kept + len(host_ids)
             room.host_ids[num_kept : room.size] = torch.tensor(host_ids, dtype=torch.int64)
 
@@ -107,7 +108,7 @@ class FetchedBlocks:
     def keep(self, layer: int, slot: int, indices: torch.Tensor, blocks: torch.Tensor, resident: torch.Tensor) -> None:
         """Take blocks that were fetched into host memory, as many of them as there are places for.
 
-        Others give their places up for them: those that no KV head has resident, the oldest first.
+        Others give their places up for them: those that no KV head has resident, for the longest time first.
 
         Args:
             layer: The layer.
@@ -121,21 +122,41 @@ class FetchedBlocks:
         with room.lock:
             room.num_fetched[layer] += int((~room.was_fetched[layer, indices]).sum())
             room.was_fetched[layer, indices] = True
-            held, fetched_at = room.held[layer, : room.size], room.fetched_at[layer, : room.size]
+            held, used_at = room.held[layer, : room.size], room.used_at[layer, : room.size]
+            self._clock += 1
+            is_resident = torch.isin(held, resident)
+            used_at[is_resident] = self._clock
             free = torch.nonzero(held < 0).flatten()
             if (num_missing := len(indices) - len(free)) > 0:
-                taken = torch.nonzero((held >= 0) & ~torch.isin(held, resident)).flatten()
-                victims = taken[fetched_at[taken].argsort(stable=True)][:num_missing]
+                taken = torch.nonzero((held >= 0) & ~is_resident).flatten()
+                victims = taken[used_at[taken].argsort(stable=True)][:num_missing]
                 self.absent[layer, slot, held[victims]] = True
                 held[victims] = -1
                 free = torch.cat([free, victims])
             places = free[: len(indices)]
             kept = indices[: len(places)]
-            self._clock += 1
-            held[places], fetched_at[places] = kept, self._clock
+            held[places], used_at[places] = kept, self._clock
             self._pool.units[room.host_ids[places], layer] = blocks[: len(places)]
             self.table(layer)[slot, kept] = room.host_ids[places].int()
             self.absent[layer, slot, kept] = False
+
+    def _shrink(self, room: _Room, slot: int, layer: int, num_kept: int) -> None:
+        """Leave a layer as many places as given, with what was used last."""
+        held, used_at = room.held[layer, : room.size], room.used_at[layer, : room.size]
+        filled = torch.nonzero(held >= 0).flatten()
+        filled = filled[used_at[filled].argsort(descending=True, stable=True)]
+        self.absent[layer, slot, held[filled[num_kept:]]] = True
+        moved = filled[:num_kept][filled[:num_kept] >= num_kept]
+        is_free = torch.ones(num_kept, dtype=torch.bool)
+        is_free[filled[:num_kept][filled[:num_kept] < num_kept]] = False
+        places = torch.nonzero(is_free).flatten()[: len(moved)]
+        units = self._pool.units
+        units[room.host_ids[places], layer] = units[room.host_ids[moved], layer]
+        self.table(layer)[slot, held[moved]] = room.host_ids[places].int()
+        is_free[places] = False
+        held[places], used_at[places] = held[moved], used_at[moved]
+        held[:num_kept][is_free] = -1
+        held[num_kept:] = -1
 
     def take_wanted(self) -> dict[int, int]:
         """Return the most blocks that a layer fetched so far, of the slots where it is more than at the last call."""

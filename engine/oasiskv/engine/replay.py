@@ -10,11 +10,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from oasiskv.core.commands import Admission, StepCommands
+from oasiskv.core.commands import Admission
 from oasiskv.core.config import LookaheadConfig
 from oasiskv.core.errors import ConfigError
 from oasiskv.core.handover import HandoverLayout
+from oasiskv.core.host_blocks import HostBlockManager
 from oasiskv.core.layout import SparseLayout
+from oasiskv.core.ledger import RequestLedger
+from oasiskv.core.switch_rule import SwitchRule
 from oasiskv.core.trace import SelectionTrace
 from oasiskv.engine.handover import MAX_UNDERWAY_BYTES, Outbox, StagedBlocks
 from oasiskv.engine.host_pool import HostPool
@@ -41,7 +44,9 @@ class Step:
     missed_bytes: int
     """Fetched since a block was selected that was absent."""
     host_bytes: int
-    """Blocks on this host when it ended, fetched or completed here, of the step's requests."""
+    """Parts of blocks on this host when it ended, fetched or completed here, of the step's requests."""
+    held_bytes: int
+    """Host blocks that those requests held, whole ones, with what of their rooms is empty."""
     num_requests: int
     ended: tuple[str, ...]
     """Requests that ended with it."""
@@ -130,6 +135,7 @@ def fetch_dense(trace: SelectionTrace, shape: CacheShape, staged: StagedBlocks, 
         first_set_bytes=num_bytes,
         missed_bytes=0,
         host_bytes=0,
+        held_bytes=0,
         num_requests=1,
         ended=(),
     )
@@ -169,27 +175,36 @@ class _ReplayRuntime(Runtime):
 @dataclass(slots=True)
 class _Request:
     place: int
-    """Which part of engine and host memory it has."""
+    """Which part of engine memory it has."""
     num_done: int = 0
 
 
 class Replay:
     """The decode side of a trace: requests that all select what it says, each from its own admission on.
 
-    What is fetched, deferred and kept is decided by `Runtime`, `Inbox` and `select` themselves.
+    What is fetched, deferred and kept is decided by `Runtime`, `Inbox` and `select` themselves, and who holds which
+    host blocks by `RequestLedger`.
 
     Args:
         trace: The trace.
         config: The backend's settings; with the trace's budget and sinks.
         shape: From `replay_shape`.
         max_requests: Requests at a time.
+        num_host_blocks: Host memory; None for all KV of so many requests.
     """
 
-    def __init__(self, trace: SelectionTrace, config: LookaheadConfig, shape: CacheShape, max_requests: int) -> None:
+    def __init__(
+        self,
+        trace: SelectionTrace,
+        config: LookaheadConfig,
+        shape: CacheShape,
+        max_requests: int,
+        num_host_blocks: int | None = None,
+    ) -> None:
         """Allocate everything.
 
         Raises:
-            ConfigError: The settings are not those of the trace.
+            ConfigError: The settings are not those of the trace, or the host memory is too little for its requests.
         """
         for name, got, expected in (
             ("budget_blocks", config.budget_blocks, trace.budget_blocks),
@@ -202,7 +217,14 @@ class Replay:
         self._max_blocks = (trace.num_tokens + trace.num_steps) // trace.block_size + 1
         sets = WorkingSets(config, shape, max_requests, self._max_blocks, torch.device("cpu"))
         self._tables = _block_tables(trace, sets.layout, self._max_blocks, max_requests)
-        pool = HostPool.private(shape.host_pool(max_requests * self._max_blocks), shape.host_dtype)
+        if num_host_blocks is None:
+            num_host_blocks = max_requests * self._max_blocks
+        pool = HostPool.private(shape.host_pool(num_host_blocks), shape.host_dtype)
+        brings_all = config.handover_mode == "full"
+        host = HostBlockManager(num_host_blocks)
+        self._ledger = RequestLedger(
+            sets.layout, trace.block_size, host, SwitchRule(is_early=True), brings_all=brings_all
+        )
         self._runtime = _ReplayRuntime(trace, config, shape, sets, int(self._tables.max()) + 1, pool)
         self._requests: dict[str, _Request] = {}
         self._free_places = list(range(max_requests))
@@ -237,8 +259,8 @@ class Replay:
         started = time.perf_counter()
         runtime, trace, shape = self._runtime, self.trace, self._shape
         before = runtime.handover_counts()
-        runtime.apply(self._commands(admitted))
-        self._wait_for({request_id for request_id, _ in admitted})
+        self._admit(admitted)
+        self._grow()
         requests = self._requests
         runtime.num_done = [request.num_done for request in requests.values()]
         lens = [trace.num_tokens + num_done + 1 for num_done in runtime.num_done]
@@ -269,6 +291,7 @@ class Replay:
             first_set_bytes=first_set_bytes,
             missed_bytes=after["missed_bytes"] - before["missed_bytes"],
             host_bytes=host_bytes,
+            held_bytes=self._ledger.num_host_blocks_held * shape.host_block_bytes,
             num_requests=len(requests),
             ended=self._end_step(),
         )
@@ -277,18 +300,40 @@ class Replay:
         """Give everything back."""
         self._runtime.close()
 
-    def _commands(self, admitted: Sequence[tuple[str, str]]) -> StepCommands:
-        released, self._released = tuple(self._released), []
-        room: dict[str, tuple[int | None, list[int]]] = {}
-        host_blocks, admit, num_blocks = {}, {}, self.trace.num_prompt_blocks
+    def _admit(self, admitted: Sequence[tuple[str, str]]) -> None:
+        """Have requests come from staging, beside nobody: a step in which none runs."""
+        if not admitted:
+            return
+        trace, ledger = self.trace, self._ledger
         for request_id, lease in admitted:
+            admission = Admission(lease=lease, num_tokens=trace.num_tokens)
+            ledger.expect(request_id, trace.num_tokens + trace.num_steps + 1, admission=admission)
+            ledger.admit(request_id, trace.num_tokens + 1, trace.num_tokens)
+            if not ledger.can_grow(request_id, trace.num_tokens):
+                raise ConfigError(
+                    f"num_host_blocks: expected enough for {len(self._requests) + 1} requests, got too few"
+                )
+            ledger.grow(request_id, trace.num_tokens)
             place = self._free_places.pop()
             self._requests[request_id] = _Request(place)
-            host_ids = list(range(place * self._max_blocks, (place + 1) * self._max_blocks))
-            room[request_id], host_blocks[request_id] = (None, host_ids[:num_blocks]), host_ids[num_blocks:]
-            table = tuple(self._tables[place].tolist())
-            admit[request_id] = Admission(lease=lease, num_tokens=self.trace.num_tokens, block_ids=table)
-        return StepCommands(released=released, admit=admit, room=room, host_blocks=host_blocks)
+            ledger.seat(request_id, self._tables[place].tolist())
+        self._runtime.apply(ledger.take_commands({}, self._take_released(), 0))
+        self._wait_for({request_id for request_id, _ in admitted})
+
+    def _grow(self) -> None:
+        """Give every request host blocks for its next token, and tell the workers of a step in which all run."""
+        ledger, num_computed = self._ledger, dict[str, int]()
+        for request_id, wanted in self._runtime.inbox.take_wanted().items():
+            ledger.rooms.note_wanted(request_id, wanted)
+        for request_id, request in self._requests.items():
+            num_computed[request_id] = self.trace.num_tokens + request.num_done
+            ledger.advance(request_id, num_computed[request_id])
+            ledger.grow(request_id, num_computed[request_id] + 1)
+        self._runtime.apply(ledger.take_commands(num_computed, self._take_released(), 0))
+
+    def _take_released(self) -> set[str]:
+        released, self._released = set(self._released), []
+        return released
 
     def _wait_for(self, request_ids: set[str]) -> None:
         while request_ids:
@@ -305,6 +350,9 @@ class Replay:
         ended = [name for name, request in self._requests.items() if request.num_done == self.trace.num_steps]
         self._free_places += [self._requests.pop(name).place for name in ended]
         self._released += ended
+        for request_id in ended:
+            self._ledger.release(request_id)
+            self._ledger.forget(request_id)
         return tuple(ended)
 
     def _prompt_bytes(self, request_id: str) -> int:

@@ -28,6 +28,7 @@ def arguments(*given: str) -> argparse.Namespace:
         (["--steps", "0"], "--steps: expected at least 1"),
         (["--requests", "2", "--concurrency", "3"], "--concurrency: expected at most --requests, 2, got 3"),
         (["--links", "10", "0"], "--step-ms, --links: expected numbers above 0"),
+        (["--host-less", "0.5"], "--host-less: expected numbers of at least 1"),
         (["--step-ms", "0"], "--step-ms, --links: expected numbers above 0"),
     ],
 )
@@ -58,7 +59,8 @@ def test_bytes_are_told_of_the_shape_of_an_8b_model() -> None:
 
 ROW = {
     "trace": "32k", "mode": "full", "full_gib": 4.5, "first_set_gib": 4.5, "first_set_x": 1.0, "admitted_gib": 4.78,
-    "missed_gib": 0.0, "total_gib": 4.78, "host_gib": 4.6, "net_gb_per_s": 2.0, "net_gb_per_s_peak": 5.0,
+    "missed_gib": 0.0, "total_gib": 4.78, "host_gib": 4.6, "host_peak_gib": 4.7,
+    "net_gb_per_s": 2.0, "net_gb_per_s_peak": 5.0,
     "concurrency": 2, "window_s": 1.0, "network_gb_per_s": [5.0, 0.0], "host_gib_over_time": [4.5, 4.6],
 }  # fmt: skip
 LINK = {
@@ -148,9 +150,9 @@ SERVED = {
 }  # fmt: skip
 
 
-def test_a_picture_of_services_is_drawn_though_stock_vllm_crosses_no_network(tmp_path: Path) -> None:
+def test_a_picture_of_services_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the extra plots is not installed")
-    dense = {name: value for name, value in SERVED.items() if name != "network_mb_per_s"} | {"mode": "dense"}
+    dense = SERVED | {"mode": "dense"}
     report = {"what": "services", "hardware": "2 cores", "date": "2026-11-30", "rows": [dense, SERVED]}
     draw(report, tmp_path / "services.png")
     assert (tmp_path / "services.png").read_bytes().startswith(b"\x89PNG")
@@ -169,15 +171,11 @@ def test_services_are_told_mode_by_mode(monkeypatch: pytest.MonkeyPatch, capsys:
     monkeypatch.setattr(services, "find_device", lambda: "cpu")
     monkeypatch.setattr(services, "_prepare", prepare)
     monkeypatch.setattr(services, "make_windows", lambda *_: [])
-    monkeypatch.setattr(services, "_stock", lambda *_: row | {"is_counted": True})
-    monkeypatch.setattr(services, "_served", lambda *_: row | {"is_counted": False, "handovers": 2})
+    monkeypatch.setattr(services, "_served", lambda *_: row | {"handovers": 2})
     args = arguments("--model", "tiny")
     report = services.measure(args, [(name, disagg.MODES[name]) for name in ("dense", "partial")])
-    assert asked == [{}, {"handover_mode": "partial"}]
-    assert [(one["mode"], one["model"], one["is_counted"]) for one in report["rows"]] == [
-        ("dense", "tiny", True),
-        ("partial", "tiny", False),
-    ]
+    assert asked == [{"handover_mode": "dense"}, {"handover_mode": "partial"}]
+    assert [(one["mode"], one["model"]) for one in report["rows"]] == [("dense", "tiny"), ("partial", "tiny")]
     head, dense, partial = capsys.readouterr().out.splitlines()[-3:]
     place = head.split().index("handovers")
-    assert (dense.split()[place], partial.split()[place]) == ("-", "2")
+    assert (dense.split()[place], partial.split()[place]) == ("2", "2")

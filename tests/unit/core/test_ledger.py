@@ -314,8 +314,8 @@ def room_of(commands: StepCommands, request_id: str, held: list[int]) -> list[in
 def test_a_staged_request_takes_host_blocks_for_what_it_fetches_and_gives_all_back() -> None:
     engine = staged(400)
     held = room_of(begin(engine, 400), "a", [])
-    assert len(set(held)) == 16 > 2 * LAYOUT.budget_blocks
-    for wanted, expected in ((3, 19), (30, 46), (20, 46), (95, 100), (100, 100)):
+    assert len(set(held)) == 8 > 2 * LAYOUT.budget_blocks
+    for wanted, expected in ((3, 11), (30, 38), (20, 38), (95, 100), (100, 100)):
         engine.ledger.rooms.note_wanted("a", wanted)
         held = room_of(engine.step({"a": 401}), "a", held)
         assert len(set(held)) == len(held) == expected
