@@ -10,8 +10,9 @@ import statistics
 import sys
 import time
 import tomllib
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,7 +24,6 @@ from oasiskv.cli.cluster import Cluster, child_environment
 from oasiskv.cli.disagg_report import lines_of
 from oasiskv.cli.evaluate import make_windows
 from oasiskv.cli.launch import Launch, Request, environment, find_device, prepare
-from oasiskv.cli.offline import Offline
 from oasiskv.cli.services_file import Process, file_for, split, toml
 from oasiskv.core.errors import EngineFailedError, UnsupportedError
 from oasiskv.engine.vllm.offline import Prompt
@@ -50,12 +50,12 @@ class Traffic:
     """Most that requests held at a time."""
 
 
-def measure(args: argparse.Namespace, modes: Sequence[tuple[str, Row | None]]) -> Row:
+def measure(args: argparse.Namespace, modes: Sequence[tuple[str, Row]]) -> Row:
     """Answer the same prompts in every mode, with services started anew for each.
 
     Args:
         args: Of the command line.
-        modes: Names and settings of the backend; None is stock vLLM by itself, which hands nothing over.
+        modes: Names and settings of the backend.
 
     Returns:
         What goes into the report.
@@ -67,9 +67,9 @@ def measure(args: argparse.Namespace, modes: Sequence[tuple[str, Row | None]]) -
         raise UnsupportedError(f"--model: expected vLLM's CPU build, which hands requests over, got {device}")
     rows = []
     for name, settings in modes:
-        launch = _prepare(args, settings or {})
+        launch = _prepare(args, settings)
         prompts = make_windows(launch.model.path, None, args.context, args.tokens, args.requests)
-        row = _stock(launch, prompts) if settings is None else _served(launch, prompts, args)
+        row = _served(launch, prompts, args)
         rows.append({"mode": name, "model": Path(launch.model.path).name, **row})
         print(f"{name}: first token after {row['ttft_s']:.2f} s", flush=True)
     print(table(rows))
@@ -97,60 +97,45 @@ def _prepare(args: argparse.Namespace, settings: Row) -> Launch:
         max_num_seqs=args.concurrency,
         block_size=BLOCK_SIZE,
     )
-    return prepare(request, "cpu", lambda line: print(line, file=sys.stderr))
+    launch = prepare(request, "cpu", _say)
+    if settings["handover_mode"] == "dense":  # all of every request in the engine
+        pools = launch.plan.pools
+        engine_bytes = (args.concurrency * pools.longest_blocks + 8) * pools.block_bytes
+        launch = prepare(replace(request, engine_bytes=engine_bytes), "cpu", _say)
+    return launch
 
 
-def _full_bytes(launch: Launch, prompts: Sequence[Prompt]) -> int:
-    """Return the bytes of all blocks of the prompts."""
-    return sum(-(-len(prompt.token_ids) // BLOCK_SIZE) for prompt in prompts) * launch.plan.pools.block_bytes
+def _say(line: str) -> None:
+    print(line, file=sys.stderr)
 
 
-def _stock(launch: Launch, prompts: Sequence[Prompt]) -> Row:
-    """Run stock vLLM alone, one request at a time: dense 1P1D but for the network, over which all KV would go."""
+@contextmanager
+def serving(launch: Launch, concurrency: int) -> Iterator[Process]:
+    """Start one of each service, with bytes over TCP, and yield decode once it is ready.
+
+    Args:
+        launch: The plan of each engine.
+        concurrency: Requests at a time, for which staging is large enough.
+    """
+    tables = tomllib.loads(file_for(launch, "model", "127.0.0.1:0"))
     pools = launch.plan.pools
-    engine = {
-        "model": launch.model.path,
-        "dtype": pools.shape.dtype,
-        "max_model_len": pools.max_model_len,
-        "max_num_seqs": 1,
-        "enforce_eager": True,
-        "enable_prefix_caching": False,
-        "kv_cache_memory_bytes": 2 * (pools.longest_blocks + 8) * pools.block_bytes,
-    }
-    asked = [Prompt(token_ids=prompt.token_ids, max_tokens=prompt.max_tokens) for prompt in prompts]
-    with Offline(engine, asked, {**environment("cpu", 1, os.environ), "HF_HUB_OFFLINE": "1"}) as job:
-        results = job.wait().results
-    ended, waits = 0.0, []
-    for result in results:
-        waits.append(result.token_times[0] - ended)
-        ended = result.token_times[-1]
-    full_mib = _full_bytes(launch, prompts) / len(prompts) / MIB
-    return {
-        "requests": len(prompts),
-        "is_counted": True,
-        "full_mib": full_mib,
-        "admitted_mib": full_mib,
-        "missed_mib": 0.0,
-        "total_mib": full_mib,
-        "host_mib": 0.0,
-        "ttft_s": statistics.median(waits),
-    }
+    # All requests at a time and one that ends: their blocks, and beside them no more pages and maps than blocks.
+    pool_bytes = (concurrency + 1) * 2 * (pools.longest_blocks + 2) * pools.block_bytes
+    tables["staging"] |= {"locality": "remote", "transport": "tcp", "pool_bytes": pool_bytes}
+    child = child_environment(environment("cpu", 1, os.environ), launch.model.path)
+    with (
+        TemporaryDirectory(prefix="oasiskv-") as folder,
+        Cluster(split(toml(tables), Path(folder)), child, _say) as cluster,
+    ):
+        cluster.wait_ready()
+        (decode,) = cluster.decodes
+        yield decode
 
 
 def _served(launch: Launch, prompts: Sequence[Prompt], args: argparse.Namespace) -> Row:
-    tables = tomllib.loads(file_for(launch, args.model, "127.0.0.1:0"))
-    pools = launch.plan.pools
-    # All requests at a time and one that ends: their blocks, and beside them no more pages and maps than blocks.
-    pool_bytes = (args.concurrency + 1) * 2 * (pools.longest_blocks + 2) * pools.block_bytes
-    tables["staging"] |= {"locality": "remote", "transport": "tcp", "pool_bytes": pool_bytes}
-    child = child_environment(environment("cpu", 1, os.environ), launch.model.path)
-    with TemporaryDirectory(prefix="oasiskv-") as folder:
-        processes = split(toml(tables), Path(folder))
-        with Cluster(processes, child, lambda line: print(line, file=sys.stderr)) as cluster:
-            cluster.wait_ready()
-            (decode,) = cluster.decodes
-            waits, before, after, traffic = asyncio.run(_ask(decode, prompts, args.concurrency))
-    count = len(prompts)
+    with serving(launch, args.concurrency) as decode:
+        waits, before, after, traffic = asyncio.run(_ask(decode, prompts, args.concurrency))
+    count, pools = len(prompts), launch.plan.pools
     if after.num_handovers_total - before.num_handovers_total != count:
         raise EngineFailedError(
             f"handovers: expected {count}, got another number; some prompts were computed by decode"
@@ -162,7 +147,6 @@ def _served(launch: Launch, prompts: Sequence[Prompt], args: argparse.Namespace)
     windows = _windows(traffic)
     return {
         "requests": count,
-        "is_counted": False,
         "handovers": count,
         "full_mib": mib("full_bytes_total"),
         "admitted_mib": mib("admitted_bytes_total"),

@@ -107,10 +107,11 @@ class LookaheadConfig:
     """How captured steps on a GPU are ordered against the background: joined at the end of each step, by flags in
     device memory per layer, or whichever is faster for the number of requests."""
 
-    handover_mode: Literal["full", "partial", "capped"] = "capped"
+    handover_mode: Literal["dense", "full", "partial", "capped"] = "capped"
     """What a request that begins with KV from staging brings to this host: all blocks before its first step (full), or
     its first set, and then the blocks that are selected: all of them (partial), or no more a step than the cap
-    (capped). Partial lifts the cap for every request of this engine."""
+    (capped). Partial lifts the cap for every request of this engine. Dense is there to be compared with: all blocks
+    go to the engine's memory, and no request of this engine ever becomes sparse."""
 
     debug_verify: bool = False
     """Compare every resident unit with its host unit before each attention, bit for bit. Slow; for tests."""

@@ -54,3 +54,23 @@ def test_a_request_that_was_preempted_loads_its_first_blocks_again() -> None:
     ledger.release("a")
     ledger.forget("a")
     assert ledger.num_staged_tokens("a") == 0
+
+
+def test_a_request_that_is_never_to_be_sparse_loads_its_blocks_and_takes_no_host_memory() -> None:
+    ledger = RequestLedger(LAYOUT, BLOCK, HostBlockManager(64), SwitchRule(is_early=True))
+    ledger.expect("a", 0, prefix=PREFIX)
+    ledger.admit("a", 40, ledger.num_staged_tokens("a"))
+    ledger.grow("a", 20)
+    ledger.seat("a", [9, 8, 7, 6, 5])
+    assert ledger.take_commands({}, set(), 100).load == {
+        "a": Prefix(lease="read", num_blocks=5, block_ids=(9, 8, 7, 6, 5))
+    }
+    assert ledger.num_arriving == 1
+    for num_tokens in range(20, 80):
+        ledger.advance("a", num_tokens)
+        ledger.grow("a", num_tokens + 1)
+        commands = ledger.take_commands({"a": num_tokens}, set(), 100)
+        assert (commands.load, commands.store, commands.switch, commands.host_blocks) == ({}, {}, {}, {})
+        assert ledger.num_arriving == 0
+    assert ledger.num_host_blocks_held == 0
+    ledger.release("a")

@@ -105,6 +105,13 @@ class Handed:
     prefix: Prefix | None = None
     admission: Admission | None = None
 
+    def as_prefix(self, block_size: int) -> "Handed":
+        """Return the same with complete blocks in the place of an admission: what a dense engine needs."""
+        if self.admission is None:
+            return self
+        num_blocks = self.admission.num_tokens // block_size
+        return Handed(prefix=Prefix(lease=self.admission.lease, num_blocks=num_blocks))
+
 
 def handover_of(params: dict[str, Any], num_prompt_tokens: int, block_size: int) -> Handed:
     """Read `kv_transfer_params`: `oasiskv_stage`, with `oasiskv_prefix` or without it, or `oasiskv_lease`.
@@ -188,6 +195,8 @@ class OasisKVConnector(KVConnectorBase_V1, SupportsHMA):
             longest = 0
         block_size = self._vllm_config.cache_config.block_size
         handed = handover_of(request.kv_transfer_params or {}, request.num_prompt_tokens, block_size)
+        if self._config.handover_mode == "dense" and handed.stage is None:
+            longest, handed = 0, handed.as_prefix(block_size)
         self._ledger.expect(
             request.request_id, longest, stage=handed.stage, prefix=handed.prefix, admission=handed.admission
         )
