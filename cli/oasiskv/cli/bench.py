@@ -53,7 +53,16 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "disagg", help="prefill and decode apart: bytes, memory and links by the way of handing over; no GPU"
     )
     disagg.add_arguments(apart)
-    for suite in (kernels, staging, apart):
+    threshold = suites.add_parser(
+        "threshold", help="up to which length prompts are better computed where they are decoded; no GPU"
+    )
+    threshold.add_argument(
+        "--model", default="smollm2-135m", metavar="MODEL", help="a folder or a known name (%(default)s)"
+    )
+    threshold.add_argument("--lengths", nargs="+", type=int, default=[128, 256, 512, 1024, 2048], help="in tokens")
+    threshold.add_argument("--repeats", type=int, default=5, help="prompts of each length, each way (%(default)s)")
+    threshold.add_argument("--budget-blocks", type=int, default=4, help="resident blocks (%(default)s)")
+    for suite in (kernels, staging, apart, threshold):
         suite.add_argument(
             "--out", type=Path, default=Path("benchmarks/results"), metavar="FOLDER", help="where the JSON file goes"
         )
@@ -69,9 +78,19 @@ def run(args: argparse.Namespace) -> int:
         return sweep.run(args)
     if args.suite == "disagg":
         return disagg.run(args)
+    if args.suite == "threshold":
+        return _run_threshold(args)
     if args.suite == "plot":
         return plots.run(args)
     return _run_kernels(args) if args.suite == "kernels" else _run_staging(args)
+
+
+def _run_threshold(args: argparse.Namespace) -> int:
+    try:
+        from oasiskv.cli import threshold
+    except ImportError as error:
+        raise UnsupportedError(f"bench threshold: expected the extra services, got {error}") from error
+    return threshold.run(args)
 
 
 def _run_kernels(args: argparse.Namespace) -> int:
