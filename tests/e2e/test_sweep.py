@@ -40,7 +40,14 @@ def test_a_sweep_measures_every_round_once(tmp_path: Path, capsys: pytest.Captur
         token_bytes = 2 * 2 * 32 * 2
         assert row["hbm_kv_bytes"] >= 200 * token_bytes
         assert row["hbm_kv_bytes"] % (16 * token_bytes) == 0
+        sizes = row["step_sizes"]
+        assert (sizes["num_layers"], sizes["num_kv_heads"], sizes["block_size"]) == (
+            2,
+            1,
+            32 if mode == "dense" else 16,
+        )
         if mode == "oasiskv":
+            assert sizes["budget_blocks"] == 4
             assert row["sparse_rows"] > 10 * requests
             assert 0 < row["cap_share"] <= 1
             assert 0 < row["hit_share"] < 1

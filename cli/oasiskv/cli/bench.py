@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from oasiskv.cli import disagg, kernel_plots, plots, sweep
+from oasiskv.cli import disagg, fit, kernel_plots, plots, sweep
 from oasiskv.core.errors import ConfigError, UnsupportedError
 
 Row = dict[str, object]
@@ -49,6 +49,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         suites.add_parser("sweep", help="decode steps of dense vLLM and of OasisKV over contexts and concurrency")
     )
     plots.add_parser(suites)
+    fit.add_parser(suites)
     apart = suites.add_parser(
         "disagg", help="prefill and decode apart: bytes, memory and links by the way of handing over; no GPU"
     )
@@ -73,6 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
     Raises:
         UnsupportedError: There is no CUDA device to measure, or a package is not installed.
+        ConfigError: What should be measured, or be fitted, is not known.
     """
     if args.suite == "sweep":
         return sweep.run(args)
@@ -82,6 +84,8 @@ def run(args: argparse.Namespace) -> int:
         return _run_threshold(args)
     if args.suite == "plot":
         return plots.run(args)
+    if args.suite == "fit":
+        return fit.run(args)
     return _run_kernels(args) if args.suite == "kernels" else _run_staging(args)
 
 

@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: a file has no results of a sweep.
         UnsupportedError: matplotlib is not installed.
     """
-    reports = [_read(path) for path in args.files]
+    reports = [read_report(path) for path in args.files]
     for path in draw(reports, args.out):
         print(path)
     return 0
@@ -160,7 +160,12 @@ def _finish(figure: Any, labelled: Any, about: str, path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def _read(path: Path) -> Row:
+def read_report(path: Path) -> Row:
+    """Read what a sweep wrote.
+
+    Raises:
+        ConfigError: it is something else.
+    """
     needed = {"mode", "context", "requests", "running", "steady_tokens_per_s", "tpot_ms_mean"}
     try:
         report: Row = json.loads(path.read_text())

@@ -169,7 +169,7 @@ def main() -> None:
                 row |= derive(row, spent, num_pairs=_num_pairs()) | _host_bytes(row)
             row |= memory(row, context=job["context"], **_sizes(config, llm))
             row |= {"engine_blocks": pool, "start_s": start_s} | _device_bytes()
-            results.write(json.dumps(row) + "\n")
+            results.write(json.dumps(row | {"step_sizes": _step_sizes(config)}) + "\n")
             results.flush()
     os._exit(0)
 
@@ -211,6 +211,16 @@ def _sizes(config: Any, llm: Any) -> dict[str, Any]:
         "budget_blocks": budget_blocks,
         "page_rows": page_rows,
     }
+
+
+def _step_sizes(config: Any) -> dict[str, int]:
+    """Return what `bench fit` must know of the model; of a stock engine too."""
+    from oasiskv.core.config import LookaheadConfig
+    from oasiskv.engine.vllm import settings
+
+    ours = settings.load(config) if settings.is_enabled(config) else LookaheadConfig()
+    sizes = {"block_size": config.cache_config.block_size, "budget_blocks": ours.budget_blocks}
+    return sizes | settings.step_sizes(config, ours)
 
 
 def _device_bytes() -> dict[str, float]:

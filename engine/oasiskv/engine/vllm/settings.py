@@ -59,6 +59,11 @@ def switch_rule(vllm_config: VllmConfig, config: LookaheadConfig) -> SwitchRule:
     speed = DEVICE_SPEEDS.get(current_platform.get_device_name()) if config.switch == "auto" else None
     if speed is None:
         return SwitchRule(is_early=True)
+    return SwitchRule(cost=speed.step_cost(config, **step_sizes(vllm_config, config)))
+
+
+def step_sizes(vllm_config: VllmConfig, config: LookaheadConfig) -> dict[str, int]:
+    """Return what a step of one process reads, as `DeviceSpeed.step_cost` takes it."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     num_ranks, text = parallel.tensor_parallel_size, model.hf_text_config
     num_layers, num_heads = model.get_num_layers(parallel), model.get_num_kv_heads(parallel)
@@ -69,16 +74,13 @@ def switch_rule(vllm_config: VllmConfig, config: LookaheadConfig) -> SwitchRule:
     attention = 2 * hidden * model.get_head_size() * (text.num_attention_heads + num_heads * num_ranks)
     weights = num_layers * (attention + 3 * num_experts * hidden * width) + hidden * text.vocab_size
     itemsize = model.dtype.itemsize
-    return SwitchRule(
-        cost=speed.step_cost(
-            config,
-            weight_bytes=weights * itemsize // num_ranks,
-            num_layers=num_layers,
-            num_kv_heads=num_heads,
-            unit_bytes=2 * vllm_config.cache_config.block_size * model.get_head_size() * itemsize,
-            rows_per_page=layout_of(vllm_config, config).rows_per_page,
-        )
-    )
+    return {
+        "weight_bytes": weights * itemsize // num_ranks,
+        "num_layers": num_layers,
+        "num_kv_heads": num_heads,
+        "unit_bytes": 2 * vllm_config.cache_config.block_size * model.get_head_size() * itemsize,
+        "rows_per_page": layout_of(vllm_config, config).rows_per_page,
+    }
 
 
 def max_blocks(vllm_config: VllmConfig) -> int:
