@@ -218,3 +218,20 @@ def test_without_a_directory_a_service_knows_of_itself(tmp_path: Path) -> None:
 
     with running(tmp_path, "is_strict = true") as server:
         asyncio.run(scenario())
+
+
+def test_a_redis_that_wants_another_password_is_as_good_as_none_until_it_does_not(place: Place) -> None:
+    async def scenario() -> None:
+        async with peer(place.first) as one, peer(place.second) as other:
+            await stage(one, 2)
+            await stage(other, 1)
+            await finds(one, {"first:1": 2, "second:1": 1})
+            # Connections that are open stay known, so they are closed.
+            place.redis.ask("CONFIG SET requirepass changed\r\nAUTH changed\r\nCLIENT KILL TYPE normal")
+            await finds(one, {"first:1": 2}, is_complete=False)
+            await stage(other, 3)
+            assert await one.check(KEYS[:2], CONTENT) == KEYS[:2]
+            place.redis.ask('AUTH changed\r\nCONFIG SET requirepass ""')
+            await finds(one, {"second:1": 3, "first:1": 2})
+
+    asyncio.run(scenario())
