@@ -142,6 +142,12 @@ def row(name: str, seconds: list[list[float]]) -> dict[str, object]:
     }
 
 
+def waited_s(pid: int) -> float:
+    """Return the seconds that the threads of a process were ready and waited for a core, so far."""
+    files = Path(f"/proc/{pid}/task").glob("*/schedstat")
+    return sum(int(file.read_text().split()[1]) for file in files) / 1e9
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--leases", type=int, default=1000, help="leases of 16 blocks, held all the time (1000)")
@@ -152,8 +158,10 @@ def main() -> None:
     with TemporaryDirectory() as folder, StagingProcess(Path(folder), SHAPE, 8192, staging={"transport": "none"}) as s:
         process = psutil.Process(s.process.pid)
         before_s = process.cpu_times().user + process.cpu_times().system
+        before_waited_s = waited_s(s.process.pid)
         times = asyncio.run(measure(s.address, args.leases, args.rate, args.seconds))
         cpu_s = process.cpu_times().user + process.cpu_times().system - before_s
+        wait_s = waited_s(s.process.pid) - before_waited_s
     names = {name for name, _ in times}
     rows = [row(name, [found for (one, _), found in times.items() if one == name]) for name in sorted(names)]
     by_second: dict[int, list[float]] = defaultdict(list)
@@ -162,7 +170,10 @@ def main() -> None:
     rows.append(row("all", list(by_second.values())))
     # Of seven kinds one makes three calls; and the leases were taken by one each.
     num_calls = args.leases + args.rate * args.seconds * 9 / 7
-    rows.append({"core_ms_per_call": round(1000 * cpu_s / num_calls, 3)})
+    # What the service took of a core, and how long it was ready and waited for one that others had.
+    per_call = {"core_ms": round(1000 * cpu_s / num_calls, 3), "core_wait_ms": round(1000 * wait_s / num_calls, 3)}
+    rows.append({"per_call": per_call})
+    rows.append({"load_average": os.getloadavg()[0]})
     about = {"host": platform.machine(), "num_cpus": os.cpu_count(), "kernel": platform.release()}
     text = json.dumps({"command": " ".join(["python", *sys.argv]), **about, "results": rows}, indent=1)
     print(text) if args.out is None else args.out.write_text(text + "\n")
