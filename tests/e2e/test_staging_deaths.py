@@ -17,6 +17,7 @@ from oasiskv.core.errors import (
     OasisError,
     PeerUnavailableError,
 )
+from oasiskv.services.clients.one_sided import MIN_CHUNK_BYTES
 from oasiskv.services.clients.session import FetchStatus, SessionConfig, StagingSession
 from oasiskv.services.staging.process import StagingProcess
 from oasiskv.services.staging.testing import (
@@ -166,6 +167,32 @@ def test_when_the_agent_is_killed_streams_take_over_until_there_is_a_new_one(tmp
                 statuses, again = fetch(later, later.lease(keys("a", 4)).result(), 4)
                 assert not any(statuses)
                 np.testing.assert_array_equal(again, data[:4])
+
+
+def test_an_agent_that_stands_still_is_left_and_what_it_sends_late_lands_nowhere(tmp_path: Path) -> None:
+    with StagingProcess(tmp_path, SHAPE, NUM_BLOCKS, staging={"locality": "remote", "transport": "tcp"}) as server:
+        config = SessionConfig(address=server.address, fingerprint=SHAPE, name="t", may_write=True, timeout_s=2.0)
+        with StagingSession(config) as peer:
+            data = random_blocks(9, NUM_BLOCKS)
+            lease = stage(peer, "s", data)
+            out = np.zeros_like(data)
+            peer.register(out)
+            assert peer.path == "one-sided", peer.path_reason
+            os.kill(server.agent_pid(), signal.SIGSTOP)
+            try:
+                # More than one chunk, so that both lanes wait for it in vain.
+                assert out.nbytes >= 2 * MIN_CHUNK_BYTES
+                assert not peer.fetch(lease, range(NUM_BLOCKS), 0, out).result().any()
+                np.testing.assert_array_equal(out, data)
+                assert peer.path == "stream"
+                out[:] = 7
+            finally:
+                os.kill(server.agent_pid(), signal.SIGCONT)
+            # Answered by the agent after it had gone on, so whatever was on its way before has been sent.
+            with StagingSession(config) as later:
+                assert later.path == "one-sided", later.path_reason
+                assert not any(fetch(later, later.lease(keys("s", NUM_BLOCKS)).result(), NUM_BLOCKS)[0])
+            assert (out == 7).all()
 
 
 @pytest.mark.parametrize("way", ["mapped", "one-sided"])
