@@ -25,6 +25,12 @@ _PROGRESS = (
 _READY = "Application startup complete."
 _OWN_ERROR = re.compile(r"oasiskv\.core\.errors\.\w+: (.*)")
 _ANY_ERROR = re.compile(r"(?:[a-z_]\w*\.)*([A-Z]\w*(?:Error|Exception)): (.+)")
+_DEATH = re.compile(r".*(EngineDeadError|Engine core initialization failed|(exited|died) unexpectedly)")
+"""vLLM's words of those who wait for an engine that is gone; they only point at other errors."""
+_KILLED = (
+    "engine: expected its processes to run, got the end of one without a word (see --verbose); was it killed, "
+    "for want of memory?"
+)
 _VALIDATION = re.compile(r"\d+ validation errors? for ")
 _USAGE_ERROR = re.compile(r"\S+: error: (.*)")
 
@@ -53,13 +59,14 @@ class LogReader:
         self._own: str | None = None
         self._usage: str | None = None
         self._first: str | None = None
+        self._is_dead = False
         self._in_validation = False
         self._last_progress: str | None = None
 
     @property
     def cause(self) -> str | None:
         """Why the server failed, in one line: OasisKV's own error before vLLM's, and of those the first."""
-        return self._own or self._usage or self._first
+        return self._own or self._usage or self._first or (_KILLED if self._is_dead else None)
 
     def read(self, line: str) -> str | None:
         """Take a line; return what to show of it, None for nothing."""
@@ -68,13 +75,14 @@ class LogReader:
         level, text = match["level"], match["text"]
         # What the API server says once it is ready is about single requests, but for the end of its engine.
         is_engine = (match["process"] or "API").startswith(("EngineCore", "Worker"))
-        if is_engine or not self.is_ready.is_set() or "EngineDeadError" in text:
+        if is_engine or not self.is_ready.is_set() or _DEATH.match(text):
             self._look_for_cause(text)
         if self.is_ready.is_set():
             return line if level in self._shown_levels else None
         if text == _READY:
             self.is_ready.set()
             self._own = self._usage = self._first = None
+            self._is_dead = False
             return "ready"
         for pattern, words in _PROGRESS:
             if (found := pattern.match(text)) is not None:
@@ -92,6 +100,8 @@ class LogReader:
             self._own = self._own or found[1]
         elif (found := _USAGE_ERROR.fullmatch(text)) is not None:
             self._usage = f"vLLM: {found[1]}"
+        elif _DEATH.match(text):
+            self._is_dead = True
         elif (found := _ANY_ERROR.fullmatch(text)) is not None:
             if _VALIDATION.match(found[2]):
                 self._in_validation = True

@@ -104,6 +104,11 @@ class Ways:
         """Know no way."""
         self._ways: dict[str, StagedBlocks] = {}
 
+    @property
+    def is_attached(self) -> bool:
+        """Whether there is any way."""
+        return bool(self._ways)
+
     def attach(self, name: str, staged: StagedBlocks) -> None:
         """Take a way, in the place of one of that name."""
         before, self._ways[name] = self._ways.get(name), staged

@@ -172,7 +172,9 @@ class Runtime:
             self.inbox.start(self._staged, self._slot_of[request_id])
         if commands.host_blocks:
             self._add_host_blocks(commands.host_blocks)
-        for request_id, lease in commands.stage.items():
+        # Anybody's request may name a lease; without staging, nobody would ever take what is noted for it.
+        stage = commands.stage if self._staged.is_attached else {}
+        for request_id, lease in stage.items():
             self.outbox.open(request_id, lease, self._num_loaded.get(request_id, 0))
         self._commands = commands
 

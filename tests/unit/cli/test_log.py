@@ -85,6 +85,18 @@ def test_the_first_error_is_the_cause_where_none_is_ours() -> None:
     assert reader.cause == "vLLM: ValueError: too long"
 
 
+def test_an_engine_that_died_without_a_word_was_killed_perhaps() -> None:
+    ready = "(APIServer pid=9) INFO:     Application startup complete."
+    idle = "(APIServer pid=9) WARNING 11-30 00:00:01 [c.py:1] [shutdown] MPClient: engine core exited unexpectedly; s"
+    busy = "(APIServer pid=9) ERROR 11-30 00:00:01 [a.py:1] vllm.v1.engine.exceptions.EngineDeadError: EngineCore (a)"
+    loading = "(APIServer pid=9) RuntimeError: Engine core initialization failed. See root cause above."
+    for log in ([ready, idle], [ready, busy], [loading]):
+        cause = read_all(*log).cause
+        assert cause is not None
+        assert "was it killed" in cause
+    assert read_all(ready, f"{PREFIX}ValueError: too long", busy, idle).cause == "vLLM: ValueError: too long"
+
+
 def test_a_wrong_flag_is_the_cause() -> None:
     assert read_all("api_server.py: error: unrecognized arguments: --no").cause == "vLLM: unrecognized arguments: --no"
 

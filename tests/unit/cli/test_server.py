@@ -89,7 +89,7 @@ def test_an_engine_that_dies_in_service_is_told_from_errors_of_requests(tmp_path
     """
     with make_server(tmp_path, code) as running, pytest.raises(EngineFailedError) as failure:
         running.wait()
-    assert str(failure.value) == "vLLM: EngineDeadError: EngineCore died"
+    assert str(failure.value).startswith("engine: expected its processes to run")
 
 
 def test_stopping_leaves_no_process_of_it_even_if_they_ignore_signals(

@@ -279,11 +279,17 @@ def test_a_request_that_ended_before_its_switch_hands_nothing_over(make: Make) -
         sender.runtime.outbox.take("lease")
 
 
-def test_an_engine_without_a_way_to_staging_fails_the_request_alone(make: Make) -> None:
-    sender, receiver = make(), make()
+def test_an_engine_without_a_way_to_staging_keeps_nothing_for_a_lease(make: Make) -> None:
+    sender = make()
     prefill(sender, 9 * BLOCK, lease="lease")
-    with pytest.raises(PeerUnavailableError, match=r"^staging: "):
-        sender.runtime.outbox.take("lease")
+    assert not sender.runtime.outbox.has("a")
+    assert sender.runtime.outbox.counts() == {"staged_bytes": 0}
+    with pytest.raises(InvalidRequestError, match=r"^lease: "):
+        sender.runtime.take_handover("lease")
+
+
+def test_an_engine_without_a_way_to_staging_fails_the_request_alone(make: Make) -> None:
+    receiver = make()
     receiver.run(orders(receiver, 9 * BLOCK), [])
     over, failed = receiver.runtime.take_arrived()
     assert over == failed.keys() == {"a"}
