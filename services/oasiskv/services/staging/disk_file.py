@@ -63,8 +63,8 @@ class DiskConfig:
     max_wait_s: float = 5.0
     """Seconds that a lease waits for those before it to have read; a device that hangs must not hold up every lease."""
 
-    num_writers: int = 2
-    """Blocks that are written at a time; few, since nobody waits for them."""
+    num_writers: int = 4
+    """Blocks that are written at a time; fewer than are read, since nobody waits for them."""
 
     def __post_init__(self) -> None:
         """Check every field.
