@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -188,9 +189,12 @@ def test_with_certificates_bytes_go_by_stream_unless_a_transport_is_named(tmp_pa
                     StagingSession(replace(config, tls=refused))
 
 
-def test_a_peer_for_streams_cannot_attach(server: StagingProcess) -> None:
+def test_a_peer_for_streams_cannot_attach_nor_make_a_process_start(server: StagingProcess) -> None:
     import grpc
 
+    process = psutil.Process(server.process.pid)
+    os.kill(server.agent_pid(), signal.SIGKILL)
+    until(lambda: process.children() == [])
     with session(server, "stream") as peer, grpc.insecure_channel(server.address) as channel:
         peer_id = pb.RegisterPeerResponse.FromString(bytes.fromhex(peer.token)).peer_id
         for who, name in ((peer_id, "UnsupportedError"), ("unknown", "LeaseExpiredError")):
@@ -198,6 +202,7 @@ def test_a_peer_for_streams_cannot_attach(server: StagingProcess) -> None:
             with pytest.raises(grpc.RpcError):
                 next(iter(call))
             assert ("oasiskv-error", name) in list(call.trailing_metadata())
+    assert process.children() == []
     until(lambda: stats(server).num_links == 0)
 
 

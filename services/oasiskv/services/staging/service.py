@@ -175,11 +175,15 @@ class StagingService:
             LeaseExpiredError: The peer is unknown or forgotten.
             UnsupportedError: The peer registered for streams only.
         """
+        self.require_mapping(peer_id)
+        self.leases.open_link(peer_id)
+        return self._access[peer_id] is Access.MAP_WRITE
+
+    def require_mapping(self, peer_id: str) -> None:
+        """Refuse a peer that may not use the memory itself; raises as `open_link`."""
         self.leases.touch(peer_id)
         if self._access[peer_id] is Access.STREAM:
             raise UnsupportedError("access: expected a peer that maps the pool, got one for streams")
-        self.leases.open_link(peer_id)
-        return self._access[peer_id] is Access.MAP_WRITE
 
     async def allocate(
         self, peer_id: str, num_blocks: int, ttl_s: float, block_keys: Sequence[bytes] = ()

@@ -235,7 +235,7 @@ class StagingServicer(staging_pb2_grpc.StagingServicer):
         )
 
     async def Attach(self, request: pb.AttachRequest, context: Context) -> AsyncIterator[pb.AttachResponse]:
-        self._leases.touch(request.peer_id)  # before a stranger can make a process start
+        self._service.require_mapping(request.peer_id)  # before somebody else can make a process start
         offer = await self._data_plane.offer()
         may_write = self._service.open_link(request.peer_id)
         try:
