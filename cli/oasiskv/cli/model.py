@@ -118,7 +118,8 @@ def fetch(name: str, dest: Path | None = None, wheel: Path | None = None, report
     except OSError as cause:
         if cause.errno in (errno.ENOSPC, errno.EDQUOT):
             raise PoolExhaustedError(f"disk: expected room in {folder}, got {cause}") from cause
-        raise ConfigError(f"dest: expected a folder that can be written, got {cause}") from cause
+        setting = "dest" if dest is not None else "XDG_CACHE_HOME"
+        raise ConfigError(f"{setting}: expected a folder that can be written, got {cause}") from cause
     return folder
 
 

