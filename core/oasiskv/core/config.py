@@ -156,7 +156,7 @@ class LookaheadConfig:
             ("switch", ("auto", "early", "late")),
             ("drafting", ("always", "when-sparse")),
             ("signal", ("auto", "joined", "flags")),
-            ("handover_mode", ("full", "partial", "capped")),
+            ("handover_mode", ("dense", "full", "partial", "capped")),
         ):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name}: expected one of {', '.join(allowed)}, got {getattr(self, name)!r}")

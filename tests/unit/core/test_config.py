@@ -1,7 +1,7 @@
 """What `LookaheadConfig` accepts; `engine.vllm.settings` reads the same names from vLLM's configuration."""
 
 from dataclasses import FrozenInstanceError, fields
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
@@ -63,6 +63,17 @@ def test_every_field_has_bad_values_here() -> None:
 def test_a_bad_value_is_refused_with_the_name_of_its_field(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=rf"^{name}: expected .*got"):
         LookaheadConfig.from_mapping({name: value})
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["handover_mode", "switch", "drafting", "signal", "host_dtype", "host_backing", "summary_dtype", "prediction"],
+)
+def test_every_value_that_a_setting_s_type_names_is_taken(name: str) -> None:
+    values = get_args(get_type_hints(LookaheadConfig)[name])
+    assert len(values) >= 2
+    for value in values:
+        assert getattr(LookaheadConfig.from_mapping({name: value}), name) == value
 
 
 def test_the_defaults_are_those_of_the_design() -> None:
