@@ -16,13 +16,11 @@ import base64
 import contextlib
 import hashlib
 import itertools
-import json
 import os
 import re
 import secrets
 import shutil
 import signal
-import ssl
 import subprocess
 import sys
 import tempfile
@@ -103,10 +101,6 @@ class FakeKubelet:
         self, plane: ControlPlane, name: str, logs: Path, size: Mapping[str, str] = MappingProxyType(NODE_SIZE)
     ) -> None:
         self._plane, self._name, self._logs, self._size = plane, name, logs, dict(size)
-        user = json.loads(plane.kubeconfig.read_text())["users"][0]["user"]
-        self._server, self._token = f"https://127.0.0.1:{plane.port}", user["token"]
-        self._context = ssl.create_default_context(cafile=str(plane.certificate))
-        self._context.check_hostname = False
         # Short, for the sockets in it.
         self._folder = Path(tempfile.mkdtemp(prefix="pods-"))
         self._numbers = itertools.count()
@@ -258,7 +252,7 @@ class FakeKubelet:
             self.codes[pod.name] = pod.process.wait()
         if made is not None:
             options = {"gracePeriodSeconds": 0, "preconditions": {"uid": uid}}
-            self._ask("DELETE", f"/api/v1/namespaces/{pod.namespace}/pods/{pod.name}", options)
+            self._plane.ask("DELETE", f"/api/v1/namespaces/{pod.namespace}/pods/{pod.name}", options)
         shutil.rmtree(pod.folder, ignore_errors=True)
         del self._pods[uid]
 
@@ -388,17 +382,10 @@ class FakeKubelet:
         self._apply(f"/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases/{self._name}", made)
 
     def _get(self, path: str) -> Any:
-        return self._ask("GET", path)
+        return self._plane.ask("GET", path)
 
     def _apply(self, path: str, made: Object) -> None:
-        self._ask("PATCH", f"{path}?fieldManager=fake-kubelet&force=true", made, "application/apply-patch+yaml")
-
-    def _ask(self, verb: str, path: str, body: Object | None = None, kind: str = "application/json") -> Any:
-        data = None if body is None else json.dumps(body).encode()
-        headers = {"Authorization": f"Bearer {self._token}", "Content-Type": kind}
-        request = urllib.request.Request(self._server + path, data, headers, method=verb)
-        with urllib.request.urlopen(request, timeout=30, context=self._context) as answer:
-            return json.loads(answer.read())
+        self._plane.ask("PATCH", f"{path}?fieldManager=fake-kubelet&force=true", made, "application/apply-patch+yaml")
 
 
 def _selects(spec: Object, pod: Object) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from oasiskv.operator.resources import SERVICES
 from oasiskv.operator.testing import SPEC
 from oasiskv.operator.testing_cluster import ControlPlane
 from oasiskv.operator.testing_helm import CHART, KUBE_VERSION, Helm
@@ -138,13 +139,14 @@ def sample(name: str, namespace: str, **changes: Any) -> dict[str, Any]:
 
 def condition(plane: ControlPlane, namespace: str, name: str, kind: str) -> Mapping[str, Any]:
     """Return a condition of a service; an empty one as long as it has none."""
-    status = plane.get("oks", name, "-n", namespace).get("status", {})
+    # Asked over and over: without a process each time.
+    status = plane.ask("GET", SERVICES.path(namespace, name)).get("status", {})
     return next((each for each in status.get("conditions", ()) if each["type"] == kind), {})
 
 
 def is_settled(plane: ControlPlane, namespace: str, name: str) -> bool:
     """Return whether all pods of a service's newest spec serve."""
-    made = plane.get("oks", name, "-n", namespace)
+    made = plane.ask("GET", SERVICES.path(namespace, name))
     status = made.get("status", {})
     found = {each["type"]: each["status"] for each in status.get("conditions", ())}
     return bool(

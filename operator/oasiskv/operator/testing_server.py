@@ -4,9 +4,12 @@ import json
 import os
 import secrets
 import socket
+import ssl
 import subprocess
 import time
+import urllib.request
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +31,14 @@ class ApiServer:
         """The administrator's."""
         self.certificate = folder / "certs/apiserver.crt"
         self.port = 0
+        self._token = ""
 
     def start(self) -> None:
         """Start both processes and wait until the API server answers."""
         ports = [_free_port() for _ in range(3)]
         self.port = ports[2]
         client, peer = (f"http://127.0.0.1:{port}" for port in ports[:2])
-        token = secrets.token_hex(16)
+        token = self._token = secrets.token_hex(16)
         (self._folder / "tokens.csv").write_text(f"{token},admin,admin,system:masters\n")
         _write_key(self._folder / "sa.key", self._folder / "sa.pub")
         self._run(
@@ -111,6 +115,24 @@ class ApiServer:
         done = self.kubectl(*arguments, put=put)
         assert done.returncode == 0, done.stderr
         return done.stdout
+
+    def ask(self, verb: str, path: str, body: Mapping[str, Any] | None = None, kind: str = "application/json") -> Any:
+        """Send one request as the administrator, which takes a tenth of what kubectl takes; return the answer.
+
+        Raises:
+            urllib.error.HTTPError: It was no success.
+        """
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"Authorization": f"Bearer {self._token}", "Content-Type": kind}
+        request = urllib.request.Request(f"https://127.0.0.1:{self.port}{path}", data, headers, method=verb)
+        with urllib.request.urlopen(request, timeout=30, context=self._context) as answer:
+            return json.loads(answer.read())
+
+    @cached_property
+    def _context(self) -> ssl.SSLContext:
+        context = ssl.create_default_context(cafile=str(self.certificate))
+        context.check_hostname = False  # the certificate is for other names
+        return context
 
     def _more_flags(self) -> Mapping[str, object]:
         """Return further flags of the API server."""
