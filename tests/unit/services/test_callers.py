@@ -1,5 +1,7 @@
 """Who may make a call that only who runs a service may make."""
 
+import asyncio
+import importlib
 from typing import Any, cast
 
 import pytest
@@ -52,3 +54,22 @@ def test_with_names_the_certificate_alone_decides() -> None:
     for names in ((b"engine",), (), (b"operator", b"engine"), (b"\xff",)):
         with pytest.raises(UnsupportedError, match=r"^caller"):
             check(Caller("ipv4:127.0.0.1:1", *names), "operator")
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_an_engine_service_is_drained_by_its_own_host_alone(role: str) -> None:
+    drained = []
+
+    class Service:
+        def drain(self) -> int:
+            drained.append(role)
+            return 3
+
+    module = importlib.import_module(f"oasiskv.services.{role}.servicer")
+    servicer = getattr(module, f"{role.capitalize()}Servicer")
+    stub = servicer.__new__(servicer)
+    stub._service = Service()
+    with pytest.raises(UnsupportedError, match=r"^caller"):
+        asyncio.run(stub.Drain(None, Caller("ipv4:10.0.0.7:40000")))
+    assert not drained
+    assert asyncio.run(stub.Drain(None, Caller("ipv4:127.0.0.1:40000"))).num_requests == 3

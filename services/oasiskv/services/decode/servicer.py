@@ -11,6 +11,7 @@ from oasiskv.protos.generation.v1 import generation_pb2
 from oasiskv.services.decode.router import Router
 from oasiskv.services.decode.service import DecodeService
 from oasiskv.services.generation import FINISH_REASONS, logprobs_message, prompt_of, sampling_of
+from oasiskv.services.rpc.callers import require_operator
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Decode"].full_name
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -45,6 +46,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         return pb.AbortResponse(num_aborted=await self._service.abort(request.request_ids))
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
+        require_operator(context, ())
         return pb.DrainResponse(num_requests=self._service.drain())
 
     async def Stats(self, request: pb.StatsRequest, context: Context) -> pb.StatsResponse:

@@ -9,6 +9,7 @@ from oasiskv.protos.prefill.v1 import prefill_pb2 as pb
 from oasiskv.protos.prefill.v1 import prefill_pb2_grpc
 from oasiskv.services.generation import FINISH_REASONS, logprobs_message, prompt_of, sampling_of
 from oasiskv.services.prefill.service import PrefillService
+from oasiskv.services.rpc.callers import require_operator
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Prefill"].full_name
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -55,6 +56,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         return pb.AbortResponse(num_aborted=self._service.abort(request.request_ids))
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
+        require_operator(context, ())
         return pb.DrainResponse(num_requests=self._service.drain())
 
     async def Probe(self, request: pb.ProbeRequest, context: Context) -> pb.ProbeResponse:

@@ -82,6 +82,7 @@ class PrefillServicer:
 
     def Drain(self, request, context):
         """Stops taking requests; those under way are finished. Draining cannot be undone.
+        For callers on the service's own host, by its loopback address: everybody else gets FAILED_PRECONDITION.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
