@@ -162,6 +162,22 @@ def test_a_request_holds_host_blocks_for_what_its_mode_brings(
     assert rest.pool_after == rest.pool_before
 
 
+def test_a_dense_engine_goes_on_from_all_blocks_and_never_becomes_sparse(
+    engine: dict[str, Any], backend: EngineProcess, tmp_path: Path
+) -> None:
+    settings, requests = SPARSE | {"handover_mode": "dense"}, REQUESTS[:NUM_GREEDY]
+    single = backend.run(engine, requests, settings=settings)
+    assert single.counts["switches"] == 0
+    first = prefill(backend, engine, tmp_path, requests)
+    rest = decode(backend, engine, tmp_path, requests, first, settings=settings, sample=True)
+    assert joined(first, rest) == single.tokens
+    num_blocks = sum(len(request["prompt"]) // 16 for request in requests)
+    assert rest.counts["loaded_bytes"] == num_blocks * 3 * 2 * 16 * 2 * 32 * 4
+    assert rest.counts["switches"] == rest.counts["admitted_bytes"] == rest.counts["missed_bytes"] == 0
+    assert max(step["host_held"] for step in rest.steps) == 0
+    assert rest.pool_after == rest.pool_before
+
+
 @pytest.mark.parametrize("num_host_blocks", [70, 80, 100])
 def test_host_memory_that_is_short_costs_bytes_but_no_token(
     engine: dict[str, Any], backend: EngineProcess, tmp_path: Path, num_host_blocks: int
