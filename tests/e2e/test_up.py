@@ -25,6 +25,8 @@ from transformers import PreTrainedTokenizerFast
 
 from oasiskv.cli.client import parse_metrics
 from oasiskv.engine.testing import write_tiny_model
+from oasiskv.protos.decode.v1 import decode_pb2, decode_pb2_grpc
+from oasiskv.protos.generation.v1 import generation_pb2
 from oasiskv.protos.inference.v2 import inference_pb2, inference_pb2_grpc
 
 pytestmark = pytest.mark.timeout(900)
@@ -182,8 +184,10 @@ def settle(up: Up) -> None:
             "decode requests": decode["oasiskv_decode_inflight"],
             "decode leases": decode["oasiskv_decode_leases"],
             "decode host blocks": decode["oasiskv_host_blocks_held"],
+            "decode engine and host bytes": decode["oasiskv_decode_kv_bytes"],
             "prefill requests": prefill["oasiskv_prefill_inflight"],
             "prefill tokens": prefill["oasiskv_prefill_queued_tokens"],
+            "prefill engine and host bytes": prefill["oasiskv_prefill_kv_bytes"],
             "staging leases": staging["oasiskv_staging_leases"],
         }
         if not any(held.values()):
@@ -255,6 +259,45 @@ def test_a_stream_that_is_left_releases_everything(up: Up, after: int) -> None:
         for _ in range(after):
             next(iter(stream))
         stream.close()
+    settle(up)
+
+
+@contextlib.contextmanager
+def asked(up: Up, front: str) -> Iterator[None]:
+    """Ask for a long answer by a front that is not OpenAI's, and leave the request when the `with` block ends."""
+    body = {"max_tokens": 500, "ignore_eos": True}
+    if front == "REST":
+        request = {"inputs": [{"name": "text", "shape": [1], "datatype": "BYTES", "data": [LONG]}], "parameters": body}
+        address = up.url.removeprefix("http://").split(":")
+        with contextlib.closing(http.client.HTTPConnection(address[0], int(address[1]), timeout=60)) as connection:
+            connection.request("POST", "/v2/models/smollm2-135m/infer", json.dumps(request))
+            yield
+        return
+    with grpc.insecure_channel(f"127.0.0.1:{up.port('decode', 'OIP' if front == 'OIP' else 'listens')}") as channel:
+        if front == "OIP":
+            infer = inference_pb2.ModelInferRequest(model_name="smollm2-135m")
+            infer.inputs.add(name="text", datatype="BYTES", shape=[1]).contents.bytes_contents.append(LONG.encode())
+            for name, value in body.items():
+                infer.parameters[name].string_param = str(value).lower()
+            call = inference_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer.future(infer)
+        else:
+            prompt = generation_pb2.Prompt(token_ids=generation_pb2.TokenIds(ids=range(1, 250)))
+            sampling = generation_pb2.Sampling(max_tokens=500, ignore_eos=True)
+            generate = decode_pb2.GenerateRequest(prompt=prompt, sampling=sampling)
+            call = decode_pb2_grpc.DecodeStub(channel).Generate(generate)
+        yield
+        assert call.cancel() is not False
+
+
+@pytest.mark.parametrize("front", ["decode.v1", "OIP", "REST"])
+def test_a_request_that_is_left_by_another_front_releases_everything(up: Up, front: str) -> None:
+    before = up.metrics("decode")
+    with asked(up, front):
+        end = time.monotonic() + 60
+        while up.metrics("decode")["oasiskv_decode_handovers_total"] == before["oasiskv_decode_handovers_total"]:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        assert up.metrics("decode")["oasiskv_decode_inflight"] == 1
     settle(up)
 
 
