@@ -29,16 +29,17 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "oasiskv.cli", *arguments]
 
 
-def processes_of(session: int) -> list[str]:
-    found = []
+def processes_of(session: int) -> dict[int, str]:
+    found = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
-            name, _, rest = stat.read_text().partition("(")[2].rpartition(")")
+            pid, _, text = stat.read_text().partition(" (")
         except OSError:
             continue
+        name, _, rest = text.rpartition(")")
         state, _, _, its_session = rest.split()[:4]
         if int(its_session) == session and state != "Z":
-            found.append(name)
+            found[int(pid)] = name
     return found
 
 
@@ -104,7 +105,26 @@ def wait_until_gone(session: int) -> None:
     end = time.monotonic() + 20
     while time.monotonic() < end and processes_of(session):
         time.sleep(0.1)
-    assert processes_of(session) == []
+    assert processes_of(session) == {}
+
+
+def test_a_server_whose_engine_is_killed_says_so_and_leaves_nothing(smollm2: Path) -> None:
+    arguments = ["serve", str(smollm2), "--host", "127.0.0.1", "--port", str(free_port()), "--max-model-len", "512"]
+    server = subprocess.Popen(command(*arguments), stderr=subprocess.PIPE, text=True)
+    try:
+        assert server.stderr is not None
+        wait_for_line(iter(server.stderr.readline, ""), "] ready\n")
+        session = child_of(server.pid)
+        (engine,) = [pid for pid, name in processes_of(session).items() if name.startswith("VLLM::Engine")]
+        os.kill(engine, signal.SIGKILL)
+        _, log = server.communicate(timeout=120)
+    except BaseException:
+        server.terminate()
+        server.communicate()
+        raise
+    assert server.returncode == 2
+    assert log.splitlines()[-1].startswith("error: engine: expected its processes to run, got the end of one")
+    wait_until_gone(session)
 
 
 def check_metrics(metrics: dict[str, float], answer: Answer) -> None:
