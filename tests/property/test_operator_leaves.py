@@ -39,6 +39,7 @@ LOOKAHEAD = {
     "hostPoolBytes": "32Gi",
     "hostDtype": "auto",
     "switch": "early",
+    "chunks": "auto",
     "drafting": "always",
     "signal": "joined",
     "handoverMode": "capped",

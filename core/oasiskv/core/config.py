@@ -99,6 +99,11 @@ class LookaheadConfig:
     """When requests become sparse: as early as they can, as late as the engine's pool allows, or (auto) late and also
     when steps take less time so; without measured times for the device, early."""
 
+    chunks: Literal["engine", "auto"] = "engine"
+    """Prompt tokens that a step computes beside sparse decodes: as many as vLLM is set to (engine), or (auto) as many
+    as fit the time that layers wait for the host link, 512 at least. Prompts then take longer, and hold decodes up
+    less."""
+
     drafting: Literal["always", "when-sparse"] = "always"
     """Whether an EAGLE-3 drafter runs in every step, or (model runner V2) only while some request is sparse; in the
     other steps it then keeps its KV up to date and drafts nothing."""
@@ -154,6 +159,7 @@ class LookaheadConfig:
             ("host_dtype", ("auto", "fp8")),
             ("host_backing", ("private", "shared")),
             ("switch", ("auto", "early", "late")),
+            ("chunks", ("engine", "auto")),
             ("drafting", ("always", "when-sparse")),
             ("signal", ("auto", "joined", "flags")),
             ("handover_mode", ("dense", "full", "partial", "capped")),

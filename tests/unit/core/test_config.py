@@ -44,6 +44,7 @@ BAD: dict[str, list[Any]] = {
     "host_dtype": ["bf16", "float8", None, 8],
     "host_backing": ["pinned", None],
     "switch": ["never", None, 0],
+    "chunks": ["never", None, 512],
     "drafting": ["auto", None, 1],
     "signal": ["events", None, 1],
     "host_limit_bytes": [0, "-1GiB", "lots", False, 1.5, float("inf")],

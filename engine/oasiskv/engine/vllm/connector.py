@@ -20,12 +20,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
+from oasiskv.core.chunks import ChunkRule
 from oasiskv.core.commands import Admission, Prefix, StepCommands
 from oasiskv.core.config import LookaheadConfig
 from oasiskv.core.errors import ConfigError
 from oasiskv.core.host_blocks import HostBlockManager
 from oasiskv.core.host_memory import HostPoolConfig
 from oasiskv.core.ledger import RequestLedger
+from oasiskv.engine.chunks import LEAST_TOKENS, TELL_STEPS, Chunks
 from oasiskv.engine.vllm import settings
 from oasiskv.engine.vllm.manager import LookaheadManager, LookaheadSpec
 from oasiskv.engine.vllm.stats import LookaheadPromMetrics, LookaheadStats
@@ -59,15 +61,21 @@ class WorkerNews(KVConnectorWorkerMetadata):
 
     Attributes:
         wanted: By request, the blocks that it fetched so far in the layer with most.
+        stall_s: Time that layers waited since the start; None in most steps.
     """
 
     wanted: dict[str, int]
+    stall_s: float | None = None
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Join what two ranks tell."""
         assert isinstance(other, WorkerNews)
         names = self.wanted.keys() | other.wanted.keys()
-        return WorkerNews({name: max(self.wanted.get(name, 0), other.wanted.get(name, 0)) for name in names})
+        stalls = [news.stall_s for news in (self, other) if news.stall_s is not None]
+        return WorkerNews(
+            {name: max(self.wanted.get(name, 0), other.wanted.get(name, 0)) for name in names},
+            min(stalls, default=None),
+        )
 
 
 def host_block_bytes(kv_cache_config: "KVCacheConfig", config: LookaheadConfig) -> int:
@@ -148,6 +156,13 @@ class OasisKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._pool: Any = None
         self._dense_steps = 0
         self._finished: Counter[str] = Counter()
+        self._chunks: Chunks | None = None
+        self._told_steps = 0
+        if self._config.chunks == "auto" and role == KVConnectorRole.SCHEDULER:
+            scheduler = vllm_config.scheduler_config
+            most = scheduler.max_num_batched_tokens
+            rule = ChunkRule(min(LEAST_TOKENS, most), most)
+            self._chunks = Chunks(rule, scheduler.long_prefill_token_threshold)
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str:
@@ -221,6 +236,8 @@ class OasisKVConnector(KVConnectorBase_V1, SupportsHMA):
         if isinstance(news := connector_output.kv_connector_worker_meta, WorkerNews):
             for request_id, wanted in news.wanted.items():
                 self._ledger.rooms.note_wanted(request_id, wanted)
+            if self._chunks is not None and news.stall_s is not None:
+                self._chunks.take(news.stall_s)
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> StepMetadata:
         """Hand the step's orders over."""
@@ -231,6 +248,12 @@ class OasisKVConnector(KVConnectorBase_V1, SupportsHMA):
         released = set(scheduler_output.finished_req_ids) | set(scheduler_output.preempted_req_ids or ())
         commands = self._ledger.take_commands(num_computed, released, self._pool.get_num_free_blocks())
         self._dense_steps += self._ledger.num_dense_decodes(num_computed.keys())
+        if self._chunks is not None:
+            num_scheduled = scheduler_output.num_scheduled_tokens
+            has_sparse = any(map(self._ledger.is_sparse, num_scheduled))
+            # Read by vLLM's scheduler in each step.
+            scheduler = self._vllm_config.scheduler_config
+            scheduler.long_prefill_token_threshold = self._chunks.step(num_scheduled, has_sparse=has_sparse)
         return StepMetadata(commands=commands)
 
     def request_finished_all_groups(
@@ -278,12 +301,17 @@ class OasisKVConnector(KVConnectorBase_V1, SupportsHMA):
         return KVConnectorTransferResults(finished_recving=over, failed_recving=set(failed))
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Tell how much room requests want."""
+        """Tell how much room requests want and, now and then, how long layers waited."""
         from oasiskv.engine.vllm.worker import current
 
         backend = current()
-        wanted = {} if backend is None or backend.runtime is None else backend.runtime.inbox.take_wanted()
-        return WorkerNews(wanted) if wanted else None
+        if backend is None or backend.runtime is None:
+            return None
+        wanted, stall_s = backend.runtime.inbox.take_wanted(), None
+        self._told_steps += 1
+        if self._config.chunks == "auto" and self._told_steps % TELL_STEPS == 0:
+            stall_s = backend.runtime.counts()["stall_seconds"]
+        return WorkerNews(wanted, stall_s) if wanted or stall_s is not None else None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Name a block of every request that could not get its KV from staging: vLLM drops its token and ends it."""
@@ -324,6 +352,7 @@ class OasisKVConnector(KVConnectorBase_V1, SupportsHMA):
             },
             {
                 "budget_blocks": self._config.budget_blocks,
+                "chunk_tokens": 0 if self._chunks is None else self._chunks.tokens,
                 "engine_blocks": self._pool.num_gpu_blocks - 1,
                 "engine_blocks_held": self._pool.num_gpu_blocks - 1 - self._pool.get_num_free_blocks(),
                 "host_blocks_held": self._host.num_blocks - self._host.num_free,

@@ -59,6 +59,7 @@ COUNTERS: dict[str, tuple[str, str]] = {
 GAUGES: dict[str, str] = {
     "budget_blocks": "Resident blocks of a sparse request per layer and KV head (configured).",
     "cap_blocks": "Blocks that a KV head may fetch per step (in force).",
+    "chunk_tokens": "Prompt tokens that a step may compute beside sparse decodes, where chunks is auto; else 0.",
     "engine_blocks": "Blocks of the engine's KV cache in all.",
     "engine_blocks_held": "Blocks of the engine's KV cache in use.",
     "host_blocks_held": "Host blocks that requests hold.",
