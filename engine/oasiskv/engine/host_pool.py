@@ -10,7 +10,7 @@ import mmap
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from types import TracebackType
@@ -54,7 +54,13 @@ class HostPool:
 
     @classmethod
     def private(
-        cls, config: HostPoolConfig, dtype: torch.dtype, *, pin: bool = False, report: Report | None = None
+        cls,
+        config: HostPoolConfig,
+        dtype: torch.dtype,
+        *,
+        pin: bool = False,
+        report: Report | None = None,
+        cpus: Collection[int] = (),
     ) -> Self:
         """Take memory of this process; all of it is touched, so none is found missing later.
 
@@ -63,6 +69,7 @@ class HostPool:
             dtype: Type of the elements, as large as the config says.
             pin: Register the memory with CUDA, so that copies are asynchronous and kernels can read it.
             report: Progress callback.
+            cpus: CPUs on whose memory node the pool is to lie; none for any.
 
         Raises:
             ConfigError: The memory cannot be mapped or registered, or dtype and config differ; nothing is held.
@@ -71,14 +78,20 @@ class HostPool:
         _check(config, dtype, pin=pin)
         with ExitStack() as resources:
             mapping = _map(resources, -1, config, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, writable=True)
-            _touch(mapping, report)
+            _touch(mapping, report, cpus)
             if pin:
                 _register(resources, mapping, REGISTER_PORTABLE)
             return cls(config, _as_units(mapping, config, dtype, writable=True), None, resources.pop_all())
 
     @classmethod
     def shared(
-        cls, config: HostPoolConfig, dtype: torch.dtype, *, pin: bool = False, report: Report | None = None
+        cls,
+        config: HostPoolConfig,
+        dtype: torch.dtype,
+        *,
+        pin: bool = False,
+        report: Report | None = None,
+        cpus: Collection[int] = (),
     ) -> Self:
         """Take memory that other processes can attach to through `fd`; otherwise as `private`.
 
@@ -90,7 +103,7 @@ class HostPool:
             resources.callback(os.close, fd)
             _seal_size(fd, config)
             mapping = _map(resources, fd, config, flags=mmap.MAP_SHARED, writable=True)
-            _touch(mapping, report)
+            _touch(mapping, report, cpus)
             if pin:
                 _register(resources, mapping, REGISTER_PORTABLE)
             return cls(config, _as_units(mapping, config, dtype, writable=True), fd, resources.pop_all())
@@ -226,20 +239,25 @@ def _unmap(mapping: mmap.mmap) -> None:
         )
 
 
-def _touch(mapping: mmap.mmap, report: Report | None) -> None:
-    """Write to every page from several threads.
+def _touch(mapping: mmap.mmap, report: Report | None, cpus: Collection[int]) -> None:
+    """Write to every page from several threads, on some CPUs if any are named.
 
-    A page lies on the memory node of the thread that touches it first: to bind a pool, bind these threads.
+    A page lies on the memory node of the thread that touches it first.
     """
+
+    def bind() -> None:
+        if cpus:
+            with contextlib.suppress(OSError):  # memory elsewhere serves too
+                os.sched_setaffinity(0, cpus)  # of this thread alone
 
     def touch_chunk(start: int) -> int:
         chunk = np.frombuffer(mapping, np.uint8)[start : start + CHUNK_BYTES]
         chunk[:: mmap.PAGESIZE] = 0
         return chunk.size
 
-    num_threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
+    num_threads = min(MAX_THREADS, len(cpus or os.sched_getaffinity(0)))
     ready_bytes = 0
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="host-pool") as threads:
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="host-pool", initializer=bind) as threads:
         chunks = [threads.submit(touch_chunk, start) for start in range(0, len(mapping), CHUNK_BYTES)]
         try:
             for chunk in as_completed(chunks):

@@ -422,3 +422,31 @@ def test_memory_that_cuda_does_not_let_go_is_logged_and_returned(
         pool.close()
     assert [record.getMessage() for record in caplog.records] == ["CUDA did not unregister a host pool: error 1"]
     assert held - resident_bytes() >= LARGE.total_bytes - NOISE_BYTES
+
+
+@BACKINGS
+def test_threads_that_touch_first_are_bound_to_the_named_cpus_and_nobody_else(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, cpu = os.sched_getaffinity(0), max(os.sched_getaffinity(0))
+    seen: list[set[int]] = []
+
+    def bind(process: int, cpus: set[int]) -> None:
+        real(process, cpus)
+        seen.append(os.sched_getaffinity(0))
+
+    real = os.sched_setaffinity
+    monkeypatch.setattr(os, "sched_setaffinity", bind)
+    with make(LARGE, torch.float16, cpus={cpu}) as pool:
+        assert seen == [{cpu}]
+        assert not pool.units.any()
+    assert os.sched_getaffinity(0) == before
+
+
+def test_a_pool_is_made_where_threads_may_not_be_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(process: int, cpus: set[int]) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "sched_setaffinity", refuse)
+    with HostPool.private(CONFIG, torch.float16, cpus={0}) as pool:
+        assert not pool.units.any()

@@ -12,6 +12,7 @@ from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import Attention
+from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
@@ -21,6 +22,7 @@ from oasiskv.core.config import LookaheadConfig
 from oasiskv.core.errors import ConfigError, UnsupportedError
 from oasiskv.core.host_memory import check_fits, host_memory_limit, size
 from oasiskv.engine.host_pool import HostPool
+from oasiskv.engine.numa import cpus_of_node
 from oasiskv.engine.pipeline import Pipeline, ThreadPipeline
 from oasiskv.engine.plan import Batch, StepPlan
 from oasiskv.engine.runtime import Runtime
@@ -290,7 +292,10 @@ class WorkerBackend:
         check_fits(config.total_bytes, limit, num_processes=num_processes, others=others)
         make = HostPool.private if self.config.host_backing == "private" else HostPool.shared
         progress = _Progress()
-        pool = make(config, self._shape.host_dtype, pin=is_cuda, report=progress)
+        # Of the GPU, so that its copies do not cross to another socket.
+        node = current_platform.get_device_numa_node(torch.cuda.current_device()) if is_cuda else None
+        cpus = cpus_of_node(node)
+        pool = make(config, self._shape.host_dtype, pin=is_cuda, report=progress, cpus=cpus)
         progress.end(config.total_bytes)
         return pool
 
