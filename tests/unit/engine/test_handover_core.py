@@ -17,6 +17,7 @@ with warnings.catch_warnings():
     from vllm.sampling_params import StructuredOutputsParams
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 
+    from oasiskv.engine.vllm.connector import Handed, handover_of
     from oasiskv.engine.vllm.handover_core import HandoverCore, is_plain, sampling_of
 
 LONG = 100
@@ -296,3 +297,41 @@ def test_first_tokens_come_before_what_the_engine_makes_of_their_requests() -> N
         assert client.engine_name == "core"
 
     run(check)
+
+
+@pytest.mark.parametrize("given", [{"oasiskv_lease": "of somebody else"}, {"oasiskv_stage": "a", "other": 1}])
+def test_what_a_client_says_of_handovers_is_left_out(given: dict[str, Any]) -> None:
+    async def short(client: HandoverCore, core: FakeCore, prefiller: FakePrefiller) -> None:
+        extra = {"kv_transfer_params": given, "mine": 3}
+        await client.add_request_async(request(num_tokens=5, extra_args=extra))
+        [added] = core.added
+        assert added.sampling_params is not None
+        assert added.sampling_params.extra_args == {"mine": 3}
+
+    async def long(client: HandoverCore, core: FakeCore, prefiller: FakePrefiller) -> None:
+        await client.add_request_async(request(extra_args={"kv_transfer_params": given}))
+        assert await next_outputs(client) == [("a", [7], None)]
+        await asyncio.sleep(0)
+        [added] = core.added
+        assert added.sampling_params is not None
+        assert added.sampling_params.extra_args == {"kv_transfer_params": {"oasiskv_lease": "lease"}}
+
+    run(short)
+    run(long)
+
+
+def test_what_is_meant_for_others_stays() -> None:
+    async def test(client: HandoverCore, core: FakeCore, prefiller: FakePrefiller) -> None:
+        for extra in ({"kv_transfer_params": {"do_remote_prefill": False}}, {"kv_transfer_params": "text"}):
+            await client.add_request_async(request(num_tokens=5, extra_args=extra))
+            assert core.added[-1].sampling_params is not None
+            assert core.added[-1].sampling_params.extra_args == extra
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    "given", [{"oasiskv_lease": 3}, {"oasiskv_stage": ["x"]}, {"oasiskv_prefix": 1}, {"other": "x"}, {}]
+)
+def test_what_is_not_usable_of_a_handover_is_not_used(given: Any) -> None:
+    assert handover_of(given, 100, 16) == Handed()

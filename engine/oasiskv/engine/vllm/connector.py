@@ -6,6 +6,7 @@ handed over, prefilled here or elsewhere, it tells the ledger what `kv_transfer_
 
 import logging
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -121,10 +122,10 @@ class Handed:
         return Handed(prefix=Prefix(lease=self.admission.lease, num_blocks=num_blocks))
 
 
-def handover_of(params: dict[str, Any], num_prompt_tokens: int, block_size: int) -> Handed:
+def handover_of(params: Mapping[str, Any], num_prompt_tokens: int, block_size: int) -> Handed:
     """Read `kv_transfer_params`: `oasiskv_stage`, with `oasiskv_prefix` or without it, or `oasiskv_lease`.
 
-    What is not usable is not used.
+    What is not usable is not used; a client may send anything.
     """
     stage, lease, prefix = (params.get(f"oasiskv_{name}") for name in ("stage", "lease", "prefix"))
     if isinstance(stage, str) and lease is None:
@@ -209,6 +210,9 @@ class OasisKVConnector(KVConnectorBase_V1, SupportsHMA):
             # More prompt may come at any time, which a sparse request has no place for: it stays dense.
             longest = 0
         block_size = self._vllm_config.cache_config.block_size
+        if not isinstance(request.kv_transfer_params, dict):
+            # A client may send a text by `vllm_xargs`, and vLLM's scheduler, which reads a mapping next, would end.
+            request.kv_transfer_params = None
         handed = handover_of(request.kv_transfer_params or {}, request.num_prompt_tokens, block_size)
         if self._config.handover_mode == "dense" and handed.stage is None:
             longest, handed = 0, handed.as_prefix(block_size)

@@ -6,7 +6,7 @@ the request later, with its first token and the lease of its KV; if that KV is l
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -104,6 +104,7 @@ class HandoverCore:
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
         """Begin a request: elsewhere if it can, else in the engine at once."""
+        request = without_handover(request)
         if not is_plain(request) or not self._is_long(len(request.prompt_token_ids or ())):
             await self._core.add_request_async(request)
             return
@@ -185,6 +186,19 @@ class HandoverCore:
     def _make(self, output: EngineCoreOutput) -> None:
         self._made.append(output)
         self._has_made.set()
+
+
+def without_handover(request: EngineCoreRequest) -> EngineCoreRequest:
+    """Return the request without what a client says of handovers: whose KV it reads is not for a client to say."""
+    params = request.sampling_params
+    given = None if params is None else (params.extra_args or {}).get("kv_transfer_params")
+    if params is None or not isinstance(given, Mapping) or not any(str(name).startswith("oasiskv_") for name in given):
+        return request
+    logger.warning("kv_transfer_params: expected none of OasisKV's own from a client, left out those of a request")
+    params = params.clone()
+    rest = {name: value for name, value in (params.extra_args or {}).items() if name != "kv_transfer_params"}
+    params.extra_args = rest or None
+    return msgspec.structs.replace(request, sampling_params=params)
 
 
 def is_plain(request: EngineCoreRequest) -> bool:
