@@ -135,9 +135,10 @@ def engine(model: Path) -> dict[str, Any]:
     return {"model": str(model), "skip_tokenizer_init": True, "max_model_len": 512, "block_size": 16}
 
 
-def test_a_server_whose_workers_are_stock_does_not_start(backend: EngineProcess, engine: dict[str, Any]) -> None:
+def test_a_server_whose_workers_are_stock_does_not_start(stock: EngineProcess, engine: dict[str, Any]) -> None:
+    # vLLM remembers stock attention for the rest of the process, so not in the one of the others.
     with pytest.raises(EngineStartError, match=r"--worker-cls: expected oasiskv.engine.vllm.cpu.Worker"):
-        backend.run(engine | {"worker_cls": "auto"}, [], settings=SETTINGS)
+        stock.run(engine | {"worker_cls": "auto"}, [], settings=SETTINGS)
 
 
 def test_a_worker_without_the_connector_does_not_start(backend: EngineProcess, engine: dict[str, Any]) -> None:
