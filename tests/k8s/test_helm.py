@@ -179,11 +179,11 @@ def installer(server: ApiServer, binary: Path, tmp_path: Path) -> Iterator[Helm]
 
 def drop_definitions(server: ApiServer) -> None:
     names = ("oasiskvservices.oasiskv.io", "oasiskvprofiles.oasiskv.io")
-    there = [name for name in names if not server.kubectl("get", "crd", name).returncode]
-    if there:
-        # The API server takes minutes over one that goes before it was served.
-        server.check("wait", "crd", "--for=condition=Established", "--timeout=60s", *there)
-        server.check("delete", "crd", "--ignore-not-found", *there)
+    server.check("delete", "crd", "--ignore-not-found", "--wait=false", *names)
+    for name in names:
+        # Its finalizer now and then takes minutes over a definition that was served for a moment only.
+        server.kubectl("patch", "crd", name, "--type=merge", '--patch={"metadata": {"finalizers": null}}')
+        server.check("wait", "crd", name, "--for=delete", "--timeout=60s")
 
 
 def stand_in(kind: str) -> dict[str, Any]:
