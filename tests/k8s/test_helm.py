@@ -181,7 +181,7 @@ def drop_definitions(server: ApiServer) -> None:
     names = ("oasiskvservices.oasiskv.io", "oasiskvprofiles.oasiskv.io")
     server.check("delete", "crd", "--ignore-not-found", "--wait=false", *names)
     for name in names:
-        # Its finalizer now and then takes minutes over a definition that was served for a moment only.
+        # Waiting for its finalizer hung for minutes now and then; why is not known. Nothing is left for it to clean up.
         server.kubectl("patch", "crd", name, "--type=merge", '--patch={"metadata": {"finalizers": null}}')
         server.check("wait", "crd", name, "--for=delete", "--timeout=60s")
 

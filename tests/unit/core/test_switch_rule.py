@@ -27,7 +27,10 @@ MEASURED_DENSE_MS = [
 ]
 """Requests, blocks of each, and the step of stock vLLM on an H200 host; dummy weights, 2026-11-29."""
 MEASURED_SPARSE_MS = [(1, 6.26), (4, 6.80), (16, 8.53), (28, 11.20), (40, 13.63)]
-"""Requests of 16,000 tokens, all sparse with a cap of 6, and the step on an H200 host; dummy weights, 2026-11-30."""
+"""Requests of 16,000 tokens, all sparse with a cap of 6, and the step on an H200 host; dummy weights, 2026-11-30.
+
+That of 16 is with an experimental transfer kernel: the host was disturbed while the plain one ran.
+"""
 LENGTHS = st.lists(st.integers(1, 8192), max_size=12)
 
 
