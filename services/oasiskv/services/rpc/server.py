@@ -71,7 +71,7 @@ class _Symbols:
     """What reflection knows: protobuf's pool, in which methods are found too, as `grpcurl describe` and `ghz` ask."""
 
     def __init__(self) -> None:
-        self._pool: Any = descriptor_pool.Default()  # type: ignore[no-untyped-call]
+        self._pool: Any = descriptor_pool.Default()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._pool, name)
