@@ -15,6 +15,7 @@ from oasiskv.engine.testing import (
     write_tiny_eagle3,
     write_tiny_lora,
     write_tiny_model,
+    write_word_tokenizer,
 )
 
 pytestmark = pytest.mark.timeout(300)
@@ -77,13 +78,15 @@ FEATURES = [
     Feature(name="tools (in the chat template)", params={"detokenize": True}, request={"tools": [TOOL]}),
 ]
 CUSTOM_PROCESSORS_REFUSAL = "Custom logits processors are not supported when speculative decoding is enabled"
-"""vLLM says it when the server starts."""
+"""vLLM says it when a server with model runner V1 starts."""
 
 
 def render() -> str:
     """Return the page of documentation."""
     rows = [(feature.name, feature.refusal) for feature in FEATURES]
-    rows += [("LoRA adapters", None), ("custom logits processors", CUSTOM_PROCESSORS_REFUSAL)]
+    cells = [(name, "works" if refusal is None else f"refused: “{refusal}”") for name, refusal in rows]
+    custom = f"works with model runner V2 (GPUs); refused with V1 (CPU): “{CUSTOM_PROCESSORS_REFUSAL}”"
+    cells += [("LoRA adapters", "works"), ("custom logits processors", custom)]
     lines = [
         "# Request features",
         "",
@@ -93,7 +96,7 @@ def render() -> str:
         "",
         "| feature | without a drafter | with a drafter |",
         "| --- | --- | --- |",
-        *(f"| {name} | works | {'works' if refusal is None else f'refused: “{refusal}”'} |" for name, refusal in rows),
+        *(f"| {name} | works | {cell} |" for name, cell in cells),
     ]
     return "\n".join(lines) + "\n"
 
@@ -218,6 +221,93 @@ def test_lora_adapters_give_the_tokens_of_stock_vllm(
     for requests, expected in zip((plain, adapted), stocks, strict=True):
         ours = backend.run(engine | {"block_size": 16}, requests, settings={"budget_blocks": 33})
         assert ours.tokens == expected.tokens
+
+
+# Model runner V2, the one on GPUs, has samplers of its own. Triton's interpreter cannot run its kernels for top_p and for
+# structured outputs.
+V2_FEATURES = [
+    Feature(name="greedy decoding", params={}),
+    Feature(name="temperature, seed", params={"temperature": 0.9, "seed": 1}),
+    Feature(
+        name="presence, frequency and repetition penalties",
+        params={"presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.2},
+    ),
+    Feature(name="min_p", params={"temperature": 0.9, "seed": 3, "min_p": 0.2}, refusal="min_p and logit_bias"),
+    Feature(name="logit_bias", params={"logit_bias": {"28": 8.0}}, refusal="min_p and logit_bias"),
+    Feature(name="logprobs", params={"logprobs": 3}),
+    Feature(name="prompt_logprobs", params={"prompt_logprobs": 2}),
+    Feature(name="stop_token_ids, min_tokens", params={"stop_token_ids": list(range(0, 256, 3)), "min_tokens": 12}),
+    Feature(name="bad_words", params={"bad_words": ["w7", "w8 w9"], "detokenize": True}),
+    Feature(name="allowed_token_ids", params={"allowed_token_ids": list(range(20, 90))}),
+    Feature(name="n > 1", params={"temperature": 0.9, "seed": 4, "n": 2}),
+    Feature(name="custom logits processors", params={"extra_args": {"even_tokens_only": True}}),
+]
+
+
+@pytest.fixture(scope="session")
+def undrafted_v2(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    model = write_tiny_model(tmp_path_factory.mktemp("features-v2") / "model")
+    write_word_tokenizer(model, 256)
+    return {
+        "model": str(model),
+        "max_model_len": 512,
+        "max_num_seqs": 16,
+        "block_size": 16,
+        "custom_logits_processor": True,
+    }
+
+
+@pytest.fixture(scope="session")
+def drafted_v2(undrafted_v2: dict[str, Any]) -> dict[str, Any]:
+    model = Path(undrafted_v2["model"])
+    drafter = write_tiny_eagle3(model.parent / "eagle3", model)
+    return undrafted_v2 | {
+        "speculative_config": {"method": "eagle3", "model": str(drafter), "num_speculative_tokens": 1}
+    }
+
+
+def v2_requests() -> list[dict[str, Any]]:
+    prompts = random_requests([100 + index for index in range(len(V2_FEATURES))], 14)
+    return [
+        request | {"params": request["params"] | feature.params}
+        for request, feature in zip(prompts, V2_FEATURES, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("index", range(len(V2_FEATURES)), ids=[feature.name for feature in V2_FEATURES])
+def test_a_feature_works_on_model_runner_v2_with_and_without_a_drafter_as_in_stock_vllm(
+    backend_v2: EngineProcess,
+    stock_v2: EngineProcess,
+    undrafted_v2: dict[str, Any],
+    drafted_v2: dict[str, Any],
+    index: int,
+) -> None:
+    expected = stock_v2.run(undrafted_v2 | {"block_size": 32}, v2_requests()).outputs[index]
+    assert expected["completions"][0]["tokens"]
+    assert_alike(backend_v2.run(undrafted_v2, v2_requests(), settings=DENSE).outputs[index], expected)
+    with_drafter = backend_v2.run(drafted_v2, v2_requests(), settings=DENSE).outputs[index]
+    if (refusal := V2_FEATURES[index].refusal) is not None:
+        assert refusal in with_drafter["error"]
+        return
+    assert_alike(with_drafter, expected)
+
+
+def test_features_shape_the_output_of_sparse_requests_on_model_runner_v2_too(
+    backend_v2: EngineProcess, drafted_v2: dict[str, Any]
+) -> None:
+    reply = backend_v2.run(drafted_v2, v2_requests(), settings=SPARSE)
+    tokens = {
+        feature.name: output["completions"][0]["tokens"]
+        for feature, output in zip(V2_FEATURES, reply.outputs, strict=True)
+        if feature.refusal is None
+    }
+    assert reply.counts["source_draft"] > 0
+    assert reply.counts["sparse_rows"] > 0
+    assert set(tokens["allowed_token_ids"]) <= set(range(20, 90))
+    assert 7 not in tokens["bad_words"]
+    assert len(tokens["stop_token_ids, min_tokens"]) >= 12
+    assert all(token % 2 == 0 for token in tokens["custom logits processors"])
+    assert reply.pool_after == reply.pool_before
 
 
 if __name__ == "__main__":

@@ -92,7 +92,8 @@ def engine_options(job: dict[str, Any]) -> dict[str, Any]:
         transfer |= {"kv_connector_extra_config": {"host_pool_bytes": "64MiB"} | settings}
         options = {"kv_transfer_config": transfer, "worker_cls": WORKER} | options
     if options.pop("custom_logits_processor", False):
-        options["logits_processors"] = [custom_logits_processor()]
+        is_v2 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
+        options["logits_processors"] = [custom_logits_processor_v2() if is_v2 else custom_logits_processor()]
     return options
 
 
@@ -134,6 +135,28 @@ def custom_logits_processor() -> type:
 
         def apply(self, logits: torch.Tensor) -> torch.Tensor:
             logits[list(self._rows), 1::2] = float("-inf")
+            return logits
+
+    return EvenTokensOnly
+
+
+def custom_logits_processor_v2() -> type:
+    """Return the same processor for model runner V2, which has another interface for them."""
+    import torch
+    from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext, LogitsProcessor, LogitsProcRequestState
+
+    class EvenTokensOnly(LogitsProcessor):
+        def __init__(self, vllm_config: Any, req_states: LogitsProcRequestState) -> None:
+            self._is_even_only = torch.zeros(req_states.max_num_reqs, dtype=torch.bool)
+
+        def add_request(self, req_idx: int, sampling_params: Any) -> bool:
+            is_even_only = bool((sampling_params.extra_args or {}).get("even_tokens_only"))
+            self._is_even_only[req_idx] = is_even_only
+            return is_even_only
+
+        def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
+            rows = self._is_even_only[ctx.expanded_idx_mapping.long()]
+            logits[rows.nonzero().squeeze(1), 1::2] = float("-inf")
             return logits
 
     return EvenTokensOnly
