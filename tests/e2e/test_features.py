@@ -223,8 +223,8 @@ def test_lora_adapters_give_the_tokens_of_stock_vllm(
         assert ours.tokens == expected.tokens
 
 
-# Model runner V2, the one on GPUs, has samplers of its own. Triton's interpreter cannot run its kernels for top_p and for
-# structured outputs.
+# Model runner V2, the one on GPUs, has samplers of its own. Triton's interpreter cannot run its kernels for top_p and
+# for structured outputs.
 V2_FEATURES = [
     Feature(name="greedy decoding", params={}),
     Feature(name="temperature, seed", params={"temperature": 0.9, "seed": 1}),
