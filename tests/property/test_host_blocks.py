@@ -17,32 +17,49 @@ BLOCK_KEYS = st.sampled_from([b"h", b"x1", b"y1", b"z"])
 
 
 class HostBlockModel(RuleBasedStateMachine):
-    """Tables, keys and the order of releases, each in the plainest form; everything else is searched for."""
+    """Tables, keys and what happened to blocks, each in the plainest form; everything else is searched for."""
 
     def __init__(self) -> None:
         super().__init__()
         self.manager = HostBlockManager(NUM_BLOCKS)
         self.tables: dict[str, list[int]] = {}
         self.keys: dict[int, bytes] = {}
-        self.releases: list[int] = []
-        """Ids in the order in which requests gave them up; the last mention of an id counts."""
+        self.events: list[tuple[str, int]] = []
+        """What happened to each block, in order: given to a new owner, found by its key, or released by its last."""
 
     def referenced(self) -> set[int]:
         return {block_id for table in self.tables.values() for block_id in table}
 
     def evictable(self) -> list[int]:
-        """Sealed blocks without an owner, in the order in which they must be evicted."""
-        latest = list(dict.fromkeys(reversed(self.releases)))[::-1]
-        return [block_id for block_id in latest if block_id in self.keys and block_id not in self.referenced()]
+        """Sealed blocks without an owner, in the order in which they must be evicted: all that happened, replayed."""
+        once: list[int] = []
+        again: list[int] = []
+        was_found: dict[int, bool] = {}
+        for event, block_id in self.events:
+            once, again = [i for i in once if i != block_id], [i for i in again if i != block_id]
+            if event == "released":
+                (again if was_found.get(block_id) else once).append(block_id)
+                once += again[: max(0, len(again) - NUM_BLOCKS // 2)]
+                again = again[max(0, len(again) - NUM_BLOCKS // 2) :]
+            was_found[block_id] = event == "found"
+        return once + again
+
+    def release_last(self, block_id: int) -> None:
+        if block_id not in self.referenced() and block_id in self.keys:
+            self.events.append(("released", block_id))
 
     def unsealed(self) -> set[int]:
         return set(range(NUM_BLOCKS)) - self.referenced() - self.keys.keys()
 
     def cut(self, request_id: str, num_blocks: int) -> None:
         table = self.tables.pop(request_id, [])
+        for last in range(len(table) - 1, num_blocks - 1, -1):
+            self.tables[request_id] = table[:last]
+            self.release_last(table[last])
         if table[:num_blocks]:
             self.tables[request_id] = table[:num_blocks]
-        self.releases += reversed(table[num_blocks:])
+        else:
+            self.tables.pop(request_id, None)
 
     @rule(request_id=REQUEST_IDS, num_blocks=COUNTS)
     def extend(self, request_id: str, num_blocks: int) -> None:
@@ -61,6 +78,7 @@ class HostBlockModel(RuleBasedStateMachine):
         assert new[num_unsealed:] == evictable[: num_new - num_unsealed]
         for block_id in new[num_unsealed:]:
             del self.keys[block_id]
+        self.events += [("given", block_id) for block_id in new]
         if new:
             self.tables.setdefault(request_id, []).extend(new)
 
@@ -96,6 +114,7 @@ class HostBlockModel(RuleBasedStateMachine):
                 break
             expected += holders
         assert self.manager.adopt(request_id, block_keys) == expected
+        self.events += [("found", block_id) for block_id in expected]
         if expected:
             self.tables[request_id] = expected
 
@@ -103,6 +122,14 @@ class HostBlockModel(RuleBasedStateMachine):
     def finish_and_adopt(self, request_id: str, block_keys: list[bytes]) -> None:
         self.release(request_id)
         self.adopt(request_id, block_keys)
+
+    @rule(request_id=REQUEST_IDS, block_keys=PREFIXES)
+    def come_and_go(self, request_id: str, block_keys: list[bytes]) -> None:
+        """As a prompt that is found again, or as one that is new."""
+        self.finish_and_adopt(request_id, block_keys)
+        if request_id not in self.tables:
+            self.prefill(request_id, block_keys)
+        self.release(request_id)
 
     @rule(request_id=REQUEST_IDS, num_blocks=COUNTS)
     def truncate(self, request_id: str, num_blocks: int) -> None:

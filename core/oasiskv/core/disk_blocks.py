@@ -1,8 +1,9 @@
 """Which block is in which slot of a file on SSD; a service moves the bytes, `tiers` decides when."""
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+
+from oasiskv.core.eviction import EvictionOrder
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +16,7 @@ class DiskBlock:
 
 
 class DiskBlocks:
-    """Give out the slots [0, num_slots), found by block key; the least recently used key makes room.
+    """Give out the slots [0, num_slots), found by block key; `EvictionOrder` says which key makes room.
 
     A slot is free, being written, held or retired. It is retired when the device failed on it, so that nothing is tried
     there again before the next start. Nobody pins a slot to read it: who has read compares `find` with what it was
@@ -32,8 +33,8 @@ class DiskBlocks:
         self._num_slots = num_slots
         self._on_change = on_change or (lambda block_key, is_held: None)
         self._free = list(range(num_slots - 1, -1, -1))
-        # The next block to evict comes first.
-        self._held: OrderedDict[bytes, DiskBlock] = OrderedDict()
+        self._held: dict[bytes, DiskBlock] = {}
+        self._order: EvictionOrder[bytes] = EvictionOrder(num_slots // 2)
         self._writing: dict[bytes, DiskBlock] = {}
         self._retired: set[int] = set()
         self._generation = 0
@@ -72,8 +73,7 @@ class DiskBlocks:
             newest[block_key] = DiskBlock(slot, generation)
             self._generation = generation
         for block_key, block in newest.items():
-            self._held[block_key] = block
-            self._on_change(block_key, True)
+            self._hold(block_key, block)
         used = {block.slot for block in newest.values()}
         self._free = [slot for slot in self._free if slot not in used]
 
@@ -86,9 +86,9 @@ class DiskBlocks:
         return block_key in self._writing
 
     def touch(self, block_key: bytes) -> None:
-        """Let a block be the last to be evicted; an unknown one is passed over."""
+        """Note that a block was used again, so that it goes late; an unknown one is passed over."""
         if block_key in self._held:
-            self._held.move_to_end(block_key)
+            self._order.add(block_key, is_again=True)
 
     def prepare_write(self, block_key: bytes) -> DiskBlock | None:
         """Return where to write a block, evicting one if no slot is free; `complete_write` must follow.
@@ -100,8 +100,8 @@ class DiskBlocks:
         if self._free:
             slot = self._free.pop()
         else:
-            evicted_key, evicted = self._held.popitem(last=False)
-            slot = evicted.slot
+            evicted_key = self._order.pop()
+            slot = self._held.pop(evicted_key).slot
             self.num_evicted += 1
             self._on_change(evicted_key, False)
         self._generation += 1
@@ -119,8 +119,7 @@ class DiskBlocks:
         """
         block = self._writing.pop(block_key)
         if is_written:
-            self._held[block_key] = block
-            self._on_change(block_key, True)
+            self._hold(block_key, block)
         else:
             self._give_back(block.slot, is_bad)
 
@@ -128,6 +127,7 @@ class DiskBlocks:
         """Let a block that cannot be read back not be found any more; an unknown one is passed over."""
         block = self._held.pop(block_key, None)
         if block is not None:
+            self._order.discard(block_key)
             self._give_back(block.slot, is_bad)
             self._on_change(block_key, False)
 
@@ -137,9 +137,16 @@ class DiskBlocks:
         slots = [*self._free, *self._retired, *(block.slot for block in blocks)]
         assert sorted(slots) == list(range(self._num_slots)), "a slot is not in exactly one state"
         assert self._held.keys().isdisjoint(self._writing), "a block is held and being written"
+        self._order.check_invariants()
+        assert set(self._order) == self._held.keys(), "a held block is never evicted, or the reverse"
         generations = [block.generation for block in blocks]
         assert len(set(generations)) == len(generations), "two blocks share a generation"
         assert max(generations, default=0) <= self._generation
+
+    def _hold(self, block_key: bytes, block: DiskBlock) -> None:
+        self._held[block_key] = block
+        self._order.add(block_key, is_again=False)
+        self._on_change(block_key, True)
 
     def _give_back(self, slot: int, is_bad: bool) -> None:
         if is_bad:

@@ -4,10 +4,10 @@ A host block is all layers' and heads' units of one logical block. One id serves
 on the scheduler side gives the ids out, and a worker never allocates.
 """
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
 from oasiskv.core.errors import ConfigError, InvalidRequestError, PoolExhaustedError
+from oasiskv.core.eviction import EvictionOrder
 
 
 class HostBlockManager:
@@ -41,8 +41,10 @@ class HostBlockManager:
         self._num_blocks = num_blocks
         # A stack, so that memory touched last is written again first; 0 is given out first.
         self._free = list(range(num_blocks - 1, -1, -1))
-        # The next block to evict comes first. OrderedDict pops its first entry in O(1), a plain dict scans old gaps.
-        self._cached: OrderedDict[int, None] = OrderedDict()
+        # Half of the room at most is for what was found again, so that new prompts always have the other half.
+        self._cached: EvictionOrder[int] = EvictionOrder(num_blocks // 2)
+        self._found_again: set[int] = set()
+        """Referenced blocks that were found by their key since they were last cached or given out."""
         self._reference_counts = [0] * num_blocks
         self._tables: dict[str, list[int]] = {}
         self._key_of: dict[int, bytes] = {}
@@ -88,7 +90,8 @@ class HostBlockManager:
     def extend(self, request_id: str, num_blocks: int) -> list[int]:
         """Make the request own at least `num_blocks` blocks and return the new ids, in order of their block index.
 
-        Free blocks are taken first; then cached ones are evicted, the least recently released first.
+        Free blocks are taken first; then cached ones are evicted: those that were never found before those that were,
+        and among each the least recently released first (`EvictionOrder`).
 
         Raises:
             PoolExhaustedError: Too few blocks are free or evictable; none is taken.
@@ -145,8 +148,7 @@ class HostBlockManager:
         table = self._tables[request_id]
         own, holder = table[block_index], self._block_of[block_key]
         if holder != own:
-            self._reference_counts[holder] += 1
-            self._cached.pop(holder, None)
+            self._reference(holder)
             table[block_index] = holder
             self._drop_reference(own)
         return holder
@@ -158,7 +160,7 @@ class HostBlockManager:
             return
         del self._block_of[block_key]
         if block_id in self._cached:
-            del self._cached[block_id]
+            self._cached.discard(block_id)
             self._set_free(block_id)
 
     def adopt(self, request_id: str, block_keys: Iterable[bytes]) -> list[int]:
@@ -186,8 +188,7 @@ class HostBlockManager:
                 break
             found.append(block_id)
         for block_id in found:
-            self._reference_counts[block_id] += 1
-            self._cached.pop(block_id, None)
+            self._reference(block_id)
         if found:
             self._tables[request_id] = found
         return list(found)
@@ -233,7 +234,7 @@ class HostBlockManager:
     def sealed_keys(self) -> list[bytes]:
         """Return the keys of all sealed blocks: those that requests reference, then the others, evicted last first."""
         referenced = [key for block_id, key in self._key_of.items() if block_id not in self._cached]
-        return referenced + [self._key_of[block_id] for block_id in reversed(self._cached)]
+        return referenced + [self._key_of[block_id] for block_id in reversed(list(self._cached))]
 
     def owners(self) -> set[str]:
         """Return the requests that own blocks."""
@@ -272,7 +273,9 @@ class HostBlockManager:
         )
         assert self._block_of == {block_key: block_id for block_id, block_key in self._key_of.items()}
         assert len(self._block_of) == len(self._key_of), "two blocks hold one key"
-        assert self._cached.keys() <= self._key_of.keys(), "a cached block cannot be found"
+        self._cached.check_invariants()
+        assert set(self._cached) <= self._key_of.keys(), "a cached block cannot be found"
+        assert self._found_again <= set(referenced), "a block that nobody references is marked as in use"
         assert self._key_of.keys().isdisjoint(self._free), "a free block can be found"
 
     def _take(self) -> int:
@@ -280,7 +283,7 @@ class HostBlockManager:
         if self._free:
             block_id = self._free.pop()
         else:
-            block_id, _ = self._cached.popitem(last=False)
+            block_id = self._cached.pop()
             block_key = self._key_of.pop(block_id)
             del self._block_of[block_key]
             if self._on_evict is not None:
@@ -288,12 +291,20 @@ class HostBlockManager:
         self._reference_counts[block_id] = 1
         return block_id
 
+    def _reference(self, block_id: int) -> None:
+        """Count one more owner of a block that was found by its key."""
+        self._reference_counts[block_id] += 1
+        self._cached.discard(block_id)
+        self._found_again.add(block_id)
+
     def _drop_reference(self, block_id: int) -> None:
         self._reference_counts[block_id] -= 1
         if self._reference_counts[block_id]:
             return
+        is_again = block_id in self._found_again
+        self._found_again.discard(block_id)
         if block_id in self._key_of:
-            self._cached[block_id] = None
+            self._cached.add(block_id, is_again=is_again)
             if self._on_cached is not None:
                 self._on_cached(self._key_of[block_id])
         else:

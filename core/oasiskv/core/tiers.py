@@ -78,7 +78,7 @@ class Load:
 class Tiers:
     """A lease table over memory and a disk below it; not thread-safe, as the lease table.
 
-    A block that no lease references any more waits to be spilled, in the order of eviction, and stays in memory until
+    A block that no lease references any more waits to be spilled, in the order of release, and stays in memory until
     its room is needed. Memory never waits for the disk: what is evicted before its turn is lost, and counted.
     """
 

@@ -130,7 +130,8 @@ class StagingServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Allocate(self, request, context):
-        """Takes blocks to write to, evicting the least recently used blocks without a lease if none is free.
+        """Takes blocks to write to, evicting blocks without a lease if none is free: those
+        that were never found by their key before those that were, and among each the least recently used first.
         PoolExhaustedError if too few are free or evictable, or a quota is reached, or the service drains.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
