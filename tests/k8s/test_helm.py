@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 import uuid
 from collections.abc import Iterable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,9 +19,8 @@ from oasiskv.operator.facts import Facts
 from oasiskv.operator.reconcile import reconcile
 from oasiskv.operator.testing import SPEC
 from oasiskv.operator.testing_helm import CHART, Helm, helms, older, running_job
-from oasiskv.operator.testing_server import ApiServer
+from oasiskv.operator.testing_server import START_S, ApiServer
 
-# A busy API server has taken 50 s to let go of a definition.
 pytestmark = pytest.mark.timeout(240)
 MONITORING = ["monitoring.podMonitor=true", "monitoring.rules=true", "monitoring.dashboards.enabled=true"]
 MODES: dict[str, list[str]] = {
@@ -178,12 +178,24 @@ def installer(server: ApiServer, binary: Path, tmp_path: Path) -> Iterator[Helm]
 
 
 def drop_definitions(server: ApiServer) -> None:
-    names = ("oasiskvservices.oasiskv.io", "oasiskvprofiles.oasiskv.io")
-    server.check("delete", "crd", "--ignore-not-found", "--wait=false", *names)
+    names = [f"{plural}.oasiskv.io" for plural in ("oasiskvservices", "oasiskvprofiles") if is_defined(server, plural)]
     for name in names:
-        # Waiting for its finalizer hung for minutes now and then; why is not known. Nothing is left for it to clean up.
-        server.kubectl("patch", "crd", name, "--type=merge", '--patch={"metadata": {"finalizers": null}}')
-        server.check("wait", "crd", name, "--for=delete", "--timeout=60s")
+        # The API server empties a kind before it lets its definition go. If it cannot list it at that moment, since it
+        # has only begun to serve it or has just got another schema, it tries again only five minutes later.
+        wait_until_listed(server, name.partition(".")[0])
+    if names:
+        server.check("delete", "crd", "--timeout=60s", *names)
+
+
+def is_defined(server: ApiServer, plural: str) -> bool:
+    return server.kubectl("get", "crd", f"{plural}.oasiskv.io").returncode == 0
+
+
+def wait_until_listed(server: ApiServer, plural: str) -> None:
+    deadline = time.monotonic() + START_S
+    while (done := server.kubectl("get", "--raw", f"/apis/oasiskv.io/v1alpha1/{plural}")).returncode:
+        assert time.monotonic() < deadline, done.stderr
+        time.sleep(0.1)
 
 
 def stand_in(kind: str) -> dict[str, Any]:

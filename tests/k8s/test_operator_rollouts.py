@@ -23,7 +23,7 @@ from oasiskv.operator.reconcile import reconcile
 from oasiskv.operator.shell import Shell
 from oasiskv.operator.store import Store
 from oasiskv.operator.testing_cluster import ControlPlane
-from oasiskv.operator.testing_operator import OWNED, Start, is_settled, sample, wait_for
+from oasiskv.operator.testing_operator import OWNED, Start, condition, is_settled, sample, wait_for
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -146,6 +146,43 @@ def test_a_change_that_is_taken_back_half_way_goes_back_to_the_pods_that_still_l
     wait_for(lambda: generations() == {kv}, "the first generation alone")
     wait_for(lambda: is_settled(plane, namespace, "chat"), "to settle", 90)
     wait_for(lambda: uids() == before, "the pods that were there")
+
+
+def test_staging_ends_when_its_service_leads_to_the_next_one_and_not_before(
+    plane: ControlPlane, cluster_admin: Path, namespace: str, start: Start
+) -> None:
+    start(cluster_admin, "--read-nodes")
+    plane.put([sample("chat", namespace, staging={"replacement": "HandOver", "cpu": "1"})])
+    wait_for(lambda: is_settled(plane, namespace, "chat"), "to settle", 90)
+    (old,) = pods(plane, namespace, "staging")
+    engines = {pod["metadata"]["uid"] for role in ("prefill", "decode") for pod in pods(plane, namespace, role)}
+    name = f"chat-staging-{plane.get('oks', 'chat', '-n', namespace)['status']['kvGeneration']}"
+
+    def leads_to() -> list[str]:
+        """Return the staging pods that the Service selects."""
+        selector = plane.get("service", name, "-n", namespace)["spec"]["selector"].items()
+        found = pods(plane, namespace, "staging")
+        return [pod["metadata"]["name"] for pod in found if selector <= pod["metadata"]["labels"].items()]
+
+    assert leads_to() == [old["metadata"]["name"]]
+    # No host is that large, so the next one is there and does not come up.
+    patch(plane, namespace, "chat", {"staging": {"cpu": "500"}})
+    wait_for(lambda: len(pods(plane, namespace, "staging")) == 2, "the next one")
+    assert condition(plane, namespace, "chat", "StagingReady")["status"] == "False"
+    assert leads_to() == [old["metadata"]["name"]]
+    num_calls = len(list(plane.calls()))
+    patch(plane, namespace, "chat", {"staging": {"cpu": "2"}})
+    wait_for(lambda: is_settled(plane, namespace, "chat"), "to settle", 90)
+    wait_for(lambda: len(pods(plane, namespace, "staging")) == 1, "the old one to end")
+    (new,) = pods(plane, namespace, "staging")
+    assert new["metadata"]["uid"] != old["metadata"]["uid"]
+    assert leads_to() == [new["metadata"]["name"]]
+    calls = [(call["verb"], call["requestURI"].split("?")[0]) for call in list(plane.calls())[num_calls:]]
+    led = calls.index(("patch", f"/api/v1/namespaces/{namespace}/services/{name}"))
+    sets = f"/apis/apps/v1/namespaces/{namespace}/statefulsets"
+    assert led < calls.index(("delete", f"{sets}/{old['metadata']['name'].rpartition('-')[0]}"))
+    assert engines == {pod["metadata"]["uid"] for role in ("prefill", "decode") for pod in pods(plane, namespace, role)}
+    wait_for(lambda: is_as_fresh(plane, namespace, "chat"), "what a new service would have")
 
 
 class Killed(BaseException):

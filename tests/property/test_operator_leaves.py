@@ -93,6 +93,11 @@ ON_HOST = {
     "prefill": {"replicas": 2},
     "staging": {**FULL["staging"], "image": "staging:1", "ssd": {"size": "1Ti", "hostPath": "/mnt/nvme"}},
 }
+HANDED_OVER = {
+    **FULL,
+    "prefill": {"replicas": 2},
+    "staging": {"memory": "64Gi", "hugePages": "2Mi", "replacement": "HandOver"},
+}
 BY_PROFILE = {key: value for key, value in FULL.items() if key != "network"} | {
     "profile": {"name": "h100", "update": "Pinned"}
 }
@@ -103,6 +108,7 @@ TEXTS = {
     "otlpEndpoint": "http://other:4317",
     "hostPath": "/mnt/other",
     "directory": "rediss://other:6379",
+    "hugePages": "1Gi",
     "gpuResource": "amd.com/gpu",
     "topologyKey": "topology.kubernetes.io/zone",
     "resource": "rdma/other",
@@ -183,7 +189,7 @@ def name(path: tuple[Any, ...]) -> str:
     return "spec" + "".join("[]" if isinstance(step, int) else f".{step}" for step in path)
 
 
-BASES = {"full": FULL, "scaled": SCALED, "on host": ON_HOST, "by profile": BY_PROFILE}
+BASES = {"full": FULL, "scaled": SCALED, "on host": ON_HOST, "handed over": HANDED_OVER, "by profile": BY_PROFILE}
 CASES = {(base, path): value for base, spec in BASES.items() for path, value in leaves(ServiceSpec, spec)}
 ELSEWHERE = {"spec.profile.update"} | {
     f"spec.{role}.scaling.{setting}"

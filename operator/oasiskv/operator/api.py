@@ -224,7 +224,22 @@ class Staging:
     """URL of a Redis in which staging pods of several services tell one another what they hold; it has no password."""
 
     drain_seconds: Annotated[int, Bounds(1, 3600)] = 120
-    """Time that leases get to end, and blocks to reach the disk, before the pod ends."""
+    """Time that leases get to end, and blocks to reach the disk or the next pod, before the pod ends."""
+
+    huge_pages: Literal["2Mi", "1Gi"] | None = None
+    """Size of the pages of the pool, which a node must have set aside; none takes small ones."""
+
+    replacement: Literal["InPlace", "HandOver"] = "InPlace"
+    """How a changed pod takes the place of the one that runs: once that has ended, or before, so that it gets what that
+    holds in memory. HandOver needs room for both meanwhile. A change is a new KV generation."""
+
+    RULES: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "self.replacement != 'HandOver' || !has(self.ssd)",
+            "replacement: expected InPlace with ssd, since what is on a disk cannot be handed over",
+            lambda staging: staging.replacement != "HandOver" or staging.ssd is None,
+        ),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -57,7 +57,7 @@ def findings(
         made.append(Finding("PlacementFeasible", None, "NodesNotVisible", "the operator may not look at nodes"))
     else:
         made.append(Finding("PlacementFeasible", not room.blocker, room.reason, room.blocker))
-    made.append(_of("StagingReady", facts.stagings.get(rendered.kv)))
+    made.append(_of("StagingReady", facts.stagings.get(rendered.staging)))
     made.append(_of("PrefillReady", facts.prefills.get(rendered.kv)))
     if INFERENCE_SERVICE not in facts.kinds:
         message = f"expected the API server to know {INFERENCE_SERVICE}, got none: KServe is not installed"

@@ -132,7 +132,10 @@ class Facts:
     """By KV generation."""
 
     stagings: Mapping[str, Workload] = field(default_factory=dict)
-    """By KV generation."""
+    """By name of the StatefulSet."""
+
+    staging_revisions: Mapping[str, str] = field(default_factory=dict)
+    """By KV generation: the revision that its Service leads to, where staging pods are handed over."""
 
     certificates: Mapping[str, str] = field(default_factory=dict)
     """By KV generation: what cert-manager says of why there is none yet; empty if there is."""

@@ -12,6 +12,8 @@ from oasiskv.operator.crds import MAX_NAME
 from oasiskv.operator.kinds import differing, write
 
 SERVICE, ROLE, KV = "oasiskv.io/service", "oasiskv.io/role", "oasiskv.io/kv-generation"
+REVISION = "oasiskv.io/staging-revision"
+"""Of a staging pod that is handed over, and of the one that its Service leads to."""
 ROLES = ("prefill", "decode", "staging")
 MAX_LABEL = 63
 
@@ -27,6 +29,8 @@ def kv_generation(spec: ServiceSpec) -> str:
     model, lookahead, ssd = spec.model, spec.engine.lookahead, spec.staging.ssd
     # Who asks for a certificate is no peer of who shows none.
     tls = () if spec.tls is None else (write(spec.tls),)
+    # Its staging pods have other names.
+    replacement = () if spec.staging.replacement == "InPlace" else (spec.staging.replacement,)
     return digest(
         model.hash,
         model.dtype,
@@ -39,6 +43,7 @@ def kv_generation(spec: ServiceSpec) -> str:
         lookahead.get("summary_dtype"),
         ssd and (ssd.size, ssd.storage_class, ssd.host_path),
         *tls,
+        *replacement,
     )
 
 

@@ -12,7 +12,7 @@ from oasiskv.operator.api import ProfileSpec
 from oasiskv.operator.api_status import ServiceStatus
 from oasiskv.operator.facts import Decode, Facts, Node, Profile, Ref, Taint, Workload
 from oasiskv.operator.kinds import SUFFIXES, read
-from oasiskv.operator.names import KV, ROLE, SERVICE
+from oasiskv.operator.names import KV, REVISION, ROLE, SERVICE
 
 Object = Mapping[str, Any]
 ENDED = ("Succeeded", "Failed")
@@ -76,11 +76,15 @@ def observe(seen: Seen, now: str) -> Facts:
     """
     status = _status(seen.service)
     own = [pod for pod in seen.pods if not pod.has_ended]
-    by_kind: dict[str, dict[str, Workload]] = {"Deployment": {}, "StatefulSet": {}}
+    prefills, stagings, revisions = {}, {}, {}
     inference, certificates = None, {}
     for child in seen.children:
-        if child["kind"] in by_kind:
-            by_kind[child["kind"]][_label(child, KV)] = _workload(child)
+        if child["kind"] == "Deployment":
+            prefills[_label(child, KV)] = _workload(child)
+        elif child["kind"] == "StatefulSet":
+            stagings[child["metadata"]["name"]] = _workload(child)
+        elif child["kind"] == "Service" and REVISION in child["spec"].get("selector", {}):
+            revisions[_label(child, KV)] = child["spec"]["selector"][REVISION]
         elif child["kind"] == "InferenceService":
             inference = child
         elif child["kind"] == "Certificate":
@@ -105,8 +109,9 @@ def observe(seen: Seen, now: str) -> Facts:
                 *(config for pod in own for config in pod.configs),
             ]
         ),
-        prefills=by_kind["Deployment"],
-        stagings=by_kind["StatefulSet"],
+        prefills=prefills,
+        stagings=stagings,
+        staging_revisions=revisions,
         certificates=certificates,
         decode=None if inference is None else _decode(inference, seen.decode),
         decode_pods=decode_pods,

@@ -13,6 +13,8 @@ from oasiskv.operator.placement import PRODUCT, requests
 HOME, CONFIG = "/var/cache/oasiskv", "/etc/oasiskv"
 STAGING_EXTRA_GIB = 4
 """Memory of a staging pod beside its pool: Python, checksums, buffers of gRPC and UCX."""
+HANDOVER_SLEEP_S = 15
+"""Time in which the name of staging comes to lead to the next pod everywhere, before this one hands over by it."""
 STOP_S = 30
 """Left after a drain for the process to end by itself."""
 UNLIMITED = 2**64 - 1
@@ -103,11 +105,16 @@ def engine_pod(site: Site, role: str, container: str, config_map: str) -> dict[s
 def staging_pod(site: Site, config_map: str) -> dict[str, Any]:
     """Return the pod spec of staging, without the volume of an SSD that a claim holds."""
     staging = site.spec.staging
-    memory = str(int(quantity(staging.memory)) + STAGING_EXTRA_GIB * 2**30)
-    asked = {"cpu": staging.cpu, "memory": memory}
+    pool, extra = int(quantity(staging.memory)), STAGING_EXTRA_GIB * 2**30
+    asked = {"cpu": staging.cpu, "memory": str(pool + extra)}
+    if staging.huge_pages is not None:
+        # They do not count as memory, and come whole.
+        page = int(quantity(staging.huge_pages))
+        asked |= {"memory": str(extra), f"hugepages-{staging.huge_pages}": str(-(-pool // page) * page)}
     if site.network.rdma is not None:
         asked[site.network.rdma.resource] = str(site.network.rdma.count)
-    made = _container(site, "staging", "staging", asked, {"grpc": settings.STAGING_PORT}, 0)
+    sleep_s = HANDOVER_SLEEP_S if staging.replacement == "HandOver" else 0
+    made = _container(site, "staging", "staging", asked, {"grpc": settings.STAGING_PORT}, sleep_s)
     volumes: list[dict[str, Any]] = []
     if staging.ssd is not None:
         made["volumeMounts"] += [{"name": "disk", "mountPath": settings.DISK}]
@@ -115,7 +122,7 @@ def staging_pod(site: Site, config_map: str) -> dict[str, Any]:
             volumes = [{"name": "disk", "hostPath": {"path": staging.ssd.host_path, "type": "DirectoryOrCreate"}}]
         elif staging.ssd.storage_class is None:
             volumes = [{"name": "disk", "emptyDir": {"sizeLimit": staging.ssd.size}}]
-    return _pod(site, made, config_map, volumes, staging.drain_seconds)
+    return _pod(site, made, config_map, volumes, sleep_s + staging.drain_seconds)
 
 
 def _container(

@@ -1,6 +1,6 @@
 """Decides what a service's objects and status shall be. Nothing here reads a clock or a cluster: see `facts`."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +10,7 @@ from oasiskv.operator.api_status import Pin, ServiceStatus
 from oasiskv.operator.conditions import Finding, conditions, findings, roles, scaling_finding, with_ready
 from oasiskv.operator.facts import INFERENCE_SERVICE, Facts, Ref
 from oasiskv.operator.kinds import read
-from oasiskv.operator.names import check_names, owner, spec_hash
+from oasiskv.operator.names import REVISION, check_names, owner, spec_hash
 from oasiskv.operator.placement import Room, find_room
 from oasiskv.operator.render import RENDER_VERSION, Rendered, num_prefills, render
 from oasiskv.operator.scaling import with_numbers
@@ -65,8 +65,9 @@ def reconcile(service: Mapping[str, Any], facts: Facts) -> Outcome:
     except ConfigError as error:
         return _refused(metadata, facts, [Finding("Accepted", False, "InvalidSpec", str(error))])
     # A new KV generation comes up beside the one that serves. Until then, decode is left alone.
-    is_switched = live in (None, rendered.kv) or _is_up(rendered.kv, facts)
-    made = [*rendered.common, *rendered.generation]
+    is_switched = live in (None, rendered.kv) or _is_up(rendered, facts)
+    generation_objects, before = _with_staging_that_serves(rendered, facts)
+    made = [*rendered.common, *generation_objects]
     if is_switched and INFERENCE_SERVICE in facts.kinds:
         made += rendered.decode
     others = {kv for kv, number in facts.decode_pods.items() if number} | ({live} if live is not None else set())
@@ -92,7 +93,7 @@ def reconcile(service: Mapping[str, Any], facts: Facts) -> Outcome:
     owned = [_owned(service, each) for each in made]
     return Outcome(
         apply=tuple(owned),
-        delete=_surplus(facts, owned, others),
+        delete=_surplus(facts, owned, others, before),
         status=status,
         unverified=None if path in facts.verified or num_prefills(spec) == 0 else path,
         asks=numbers.roles,
@@ -139,9 +140,32 @@ def _where(spec: ServiceSpec, pin: Pin) -> tuple[Placement, Network]:
     return spec.placement or profile.placement, spec.network or profile.network
 
 
-def _is_up(kv: str, facts: Facts) -> bool:
-    staging, prefill = facts.stagings.get(kv), facts.prefills.get(kv)
+def _is_up(rendered: Rendered, facts: Facts) -> bool:
+    staging, prefill = facts.stagings.get(rendered.staging), facts.prefills.get(rendered.kv)
     return staging is not None and staging.is_done and prefill is not None and prefill.is_done
+
+
+def _with_staging_that_serves(rendered: Rendered, facts: Facts) -> tuple[Sequence[Mapping[str, Any]], Ref | None]:
+    """Return the objects of a KV generation, and the staging that they hand over from; None where there is none.
+
+    The Service leads to it until the next one is up. It is deleted in a later turn than that in which the Service moves
+    on, and then finds its successor by its own name.
+    """
+    serving = facts.staging_revisions.get(rendered.kv)
+    before = Ref("StatefulSet", f"{rendered.staging.rpartition('-')[0]}-{serving}")
+    if serving is None or before.name == rendered.staging or before not in facts.children:
+        return rendered.generation, None
+    next_ = facts.stagings.get(rendered.staging)
+    if next_ is not None and next_.is_done:
+        return rendered.generation, before
+    return [_leading_to(each, serving) for each in rendered.generation], before
+
+
+def _leading_to(made: Mapping[str, Any], revision: str) -> Mapping[str, Any]:
+    """Return a Service of staging with the revision that it leads to; anything else as it is."""
+    if made["kind"] != "Service" or REVISION not in made["spec"]["selector"]:
+        return made
+    return {**made, "spec": {**made["spec"], "selector": {**made["spec"]["selector"], REVISION: revision}}}
 
 
 def _room(spec: ServiceSpec, placement: Placement, network: Network, facts: Facts, kvs: Iterable[str]) -> Room | None:
@@ -157,9 +181,9 @@ def _owned(service: Mapping[str, Any], made: Mapping[str, Any]) -> dict[str, Any
     return {**made, "metadata": {**made["metadata"], **metadata}}
 
 
-def _surplus(facts: Facts, made: Iterable[Mapping[str, Any]], others: set[str]) -> tuple[Ref, ...]:
-    """Return the objects that nothing needs: not this spec, not a KV generation that still serves, and no pod."""
-    wanted = {Ref(each["kind"], each["metadata"]["name"]) for each in made}
+def _surplus(facts: Facts, made: Iterable[Mapping[str, Any]], others: set[str], before: Ref | None) -> tuple[Ref, ...]:
+    """Return what nothing needs: not this spec, not a KV generation that still serves, no staging before, no pod."""
+    wanted = {Ref(each["kind"], each["metadata"]["name"]) for each in made} | {before}
     return tuple(
         ref
         for ref, kv in sorted(facts.children.items())

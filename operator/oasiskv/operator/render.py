@@ -9,7 +9,7 @@ from oasiskv.operator import settings
 from oasiskv.operator.api import GROUP, VERSION, Network, Placement, Rollout, ServiceSpec
 from oasiskv.operator.facts import CERTIFICATE, INFERENCE_SERVICE, POD_MONITOR
 from oasiskv.operator.kinds import quantity
-from oasiskv.operator.names import KV, SERVICE, digest, kv_generation, labels, selector
+from oasiskv.operator.names import KV, REVISION, SERVICE, digest, kv_generation, labels, selector
 from oasiskv.operator.pods import Site, engine_pod, staging_pod
 from oasiskv.operator.scaling import is_kedas, is_kedas_decode
 
@@ -31,6 +31,9 @@ class Rendered:
 
     revisions: Mapping[str, str]
     """What each role's pods run with, in one word; of prefill and decode."""
+
+    staging: str
+    """Name of the StatefulSet of staging."""
 
     generation: tuple[Object, ...]
     """Staging and prefill: those that exist once per KV generation."""
@@ -78,13 +81,16 @@ def render(
     }
     maps = {role: _config_map(site, role, text) for role, text in texts.items()}
     config = {role: made["metadata"]["name"] for role, made in maps.items()}
+    headless = _headless(site, "staging", staging, settings.STAGING_PORT)
     stateful = _stateful_set(site, staging, config["staging"])
+    if spec.staging.replacement == "HandOver":
+        _tell_apart(name, stateful, headless)
     deployment = _deployment(site, prefill, config["prefill"], kinds)
     service = _inference_service(site, config["decode"])
     generation = [
         *_certificate(site, [peers.staging, peers.prefill, f"{name}-predictor.{namespace}.svc"], kinds),
         maps["staging"],
-        _headless(site, "staging", staging, settings.STAGING_PORT),
+        headless,
         stateful,
         maps["prefill"],
         _headless(site, "prefill", prefill, settings.PREFILL_PORT),
@@ -95,6 +101,7 @@ def render(
     return Rendered(
         kv=kv,
         revisions=revisions,
+        staging=stateful["metadata"]["name"],
         generation=tuple(generation),
         decode=(maps["decode"], service),
         common=tuple(_common(site, namespace, kinds)),
@@ -190,6 +197,19 @@ def _stateful_set(site: Site, name: str, config_map: str) -> Object:
         # What it holds can be computed again.
         spec["persistentVolumeClaimRetentionPolicy"] = {"whenDeleted": "Delete", "whenScaled": "Retain"}
     return _object(site, "apps/v1", "StatefulSet", name, "staging", True, spec)
+
+
+def _tell_apart(service: str, stateful: Object, headless: Object) -> None:
+    """Give staging a name and label of its template, so that the next template's comes up beside it."""
+    revision = digest(stateful["spec"])
+    stateful["metadata"]["name"] = f"{service}-staging-{revision}"
+    for place in (
+        stateful["metadata"]["labels"],
+        stateful["spec"]["selector"]["matchLabels"],
+        stateful["spec"]["template"]["metadata"]["labels"],
+        headless["spec"]["selector"],
+    ):
+        place[REVISION] = revision
 
 
 def _deployment(site: Site, name: str, config_map: str, kinds: frozenset[str]) -> Object:

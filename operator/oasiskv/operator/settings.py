@@ -15,6 +15,8 @@ from oasiskv.operator.kinds import quantity
 PREFILL_PORT, STAGING_PORT, DECODE_PORT, HTTP_PORT, OIP_PORT, METRICS_PORT = 7412, 7411, 7413, 8080, 8081, 9400
 TLS = "/etc/oasiskv-tls"
 DISK, MODELS = "/var/lib/oasiskv/disk", "/models"
+HUGE_PAGES = {None: "never", "2Mi": "2MiB", "1Gi": "1GiB"}
+"""What staging calls them."""
 DISK_SHARE = 0.9
 """Of a volume for blocks; file systems keep some for themselves."""
 
@@ -85,9 +87,12 @@ def staging_config(spec: ServiceSpec, network: Network, peers: Peers) -> str:
     own: dict[str, Any] = {
         "pool_bytes": int(quantity(spec.staging.memory)),
         # In a container that did not ask for huge pages, touching one ends the process.
-        "huge_pages": "never",
+        "huge_pages": HUGE_PAGES[spec.staging.huge_pages],
         "drain_s": float(spec.staging.drain_seconds),
     }
+    if spec.staging.replacement == "HandOver":
+        # By the time it is told to end, its own name leads to the next one.
+        own["successor"] = f"{peers.staging}:{STAGING_PORT}"
     if network.fabric == "Stream":
         own["is_strict"] = True
     else:

@@ -9,7 +9,7 @@ from typing import Any
 
 from oasiskv.operator.api_status import ServiceStatus
 from oasiskv.operator.facts import INFERENCE_SERVICE, Decode, Facts, Node, Profile, Ref, Workload
-from oasiskv.operator.names import KV
+from oasiskv.operator.names import KV, REVISION
 from oasiskv.operator.reconcile import Outcome, reconcile
 
 PRODUCT = "NVIDIA-H100-80GB-HBM3"
@@ -94,7 +94,7 @@ class Cluster:
                 case "Deployment":
                     prefills[made.kv] = Workload(**counts)
                 case "StatefulSet":
-                    stagings[made.kv] = Workload(**counts)
+                    stagings[ref.name] = Workload(**counts)
                 case _:
                     url = "http://chat.llm" if counts["ready"] else ""
                     decode = Decode(**counts, kv_generation=made.kv, url=url)
@@ -109,6 +109,11 @@ class Cluster:
             configs_in_use=frozenset(_configs(self.objects.values())),
             prefills=prefills,
             stagings=stagings,
+            staging_revisions={
+                made["metadata"]["labels"][KV]: made["spec"]["selector"][REVISION]
+                for ref, made in self.objects.items()
+                if ref.kind == "Service" and REVISION in made["spec"]["selector"]
+            },
             decode=decode,
             decode_pods=decode_pods,
             verified=self.verified,

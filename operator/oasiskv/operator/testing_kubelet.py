@@ -6,7 +6,8 @@ differs from a container in this:
 - Each pod has an address of its own below 127.0.0.0/8, so its ports are those of its spec. Where its files say
   `0.0.0.0`, which would be all pods at once here, they get that address.
 - There is no cluster DNS. A name such as `chat-prefill-1.llm.svc` in a pod's files becomes an address that follows from
-  the name, and a pod that a headless Service selects has that Service's address: one pod per Service.
+  the name, and a pod that a headless Service selects has that Service's address: one pod per Service. Where a Service
+  leads from one revision to the next, pods have addresses of their own, and connections to the Service's go on to them.
 - Volumes are folders. Wherever files, the command line or the environment of a pod name a mounted path, they get the
   folder. `/dev/shm` stays the machine's, and a volume claim is the host path of its volume.
 - There is no image: `python` is the interpreter of the tests. Requests and limits only count for the scheduler.
@@ -14,6 +15,7 @@ differs from a container in this:
 
 import base64
 import contextlib
+import functools
 import hashlib
 import itertools
 import os
@@ -35,8 +37,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from oasiskv.operator.names import REVISION
 from oasiskv.operator.testing import PRODUCT
 from oasiskv.operator.testing_cluster import NODE_SIZE, ControlPlane
+from oasiskv.operator.testing_forward import Forwarder
 
 LABEL = "oasiskv.io/fake-kubelet"
 """Of its node, by which pods select it; also the taint that keeps all others away."""
@@ -106,6 +110,7 @@ class FakeKubelet:
         self._numbers = itertools.count()
         self._salt = secrets.token_bytes(8)
         self._pods: dict[str, _Pod] = {}
+        self._forwarders: dict[tuple[str, str], Forwarder] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="fake-kubelet")
         self._lease_at_s = 0.0
@@ -150,6 +155,8 @@ class FakeKubelet:
             if pod.process is not None:
                 pod.signal(signal.SIGKILL)
                 pod.process.wait()
+        for forwarder in self._forwarders.values():
+            forwarder.stop()
         for pod in self._pods.values():
             self._plane.kubectl("delete", "pod", pod.name, "-n", pod.namespace, "--force", "--grace-period=0")
         self._plane.kubectl("delete", "node", self._name)
@@ -325,8 +332,17 @@ class FakeKubelet:
     def _address_of(self, made: Object) -> str:
         metadata = made["metadata"]
         for service in self._get(f"/api/v1/namespaces/{metadata['namespace']}/services")["items"]:
-            if service["spec"].get("clusterIP") == "None" and _selects(service["spec"], made):
-                return self.address(metadata["namespace"], service["metadata"]["name"])
+            spec, place = service["spec"], (metadata["namespace"], service["metadata"]["name"])
+            if spec.get("clusterIP") != "None":
+                continue
+            of_any = {key: value for key, value in spec["selector"].items() if key != REVISION}
+            if of_any != spec["selector"] and _selects({"selector": of_any}, made):
+                if place not in self._forwarders:
+                    (port,) = (each["port"] for each in spec["ports"])
+                    where = functools.partial(self.where, *place, port)
+                    self._forwarders[place] = Forwarder((self.address(*place), port), where)
+            elif _selects(spec, made):
+                return self.address(*place)
         return self.address(metadata["namespace"], metadata["uid"])
 
     def address(self, namespace: str, name: str) -> str:

@@ -71,12 +71,20 @@ def test_a_cluster_with_nothing_in_it_is_what_a_new_service_sees() -> None:
     assert facts() == Facts(now="2026-01-01T00:00:00Z", kinds=frozenset(), nodes=None)
 
 
-def test_workloads_are_found_by_kv_generation() -> None:
+def test_workloads_are_found_by_kv_generation_and_staging_by_its_name() -> None:
     found = facts(children=[workload("Deployment", "prefill"), workload("StatefulSet", "staging", kv="b")])
     done = Workload(desired=2, updated=2, ready=2, total=2)
-    assert (found.prefills, found.stagings) == ({"a": done}, {"b": done})
+    assert (found.prefills, found.stagings) == ({"a": done}, {"chat-staging-b": done})
     assert found.children == {Ref("Deployment", "chat-prefill-a"): "a", Ref("StatefulSet", "chat-staging-b"): "b"}
     assert found.configs_in_use == {"chat-prefill-a", "chat-staging-b"}
+
+
+def test_a_service_tells_which_staging_it_leads_to() -> None:
+    labels = {"oasiskv.io/kv-generation": "b"}
+    made = {"kind": "Service", "metadata": {"name": "chat-staging-b", "namespace": "llm", "labels": labels}}
+    assert facts(children=[{**made, "spec": {"selector": {"a": "b"}}}]).staging_revisions == {}
+    selector = {"oasiskv.io/staging-revision": "r1"}
+    assert facts(children=[{**made, "spec": {"selector": selector}}]).staging_revisions == {"b": "r1"}
 
 
 def test_a_certificate_is_there_when_cert_manager_says_so() -> None:

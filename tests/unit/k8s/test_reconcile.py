@@ -164,6 +164,58 @@ def test_going_back_returns_to_the_pods_that_still_live(chance: random.Random) -
     assert decode["metadata"]["labels"]["oasiskv.io/kv-generation"] == old
 
 
+HANDED_OVER = {**SPEC, "staging": {"replacement": "HandOver"}}
+
+
+def leads_to(cluster: Cluster) -> str:
+    """Return the StatefulSet of the one revision that staging's Service leads to."""
+    (revision,) = cluster.facts().staging_revisions.values()
+    return f"chat-staging-{revision}"
+
+
+def test_staging_is_replaced_in_the_order_in_which_nothing_is_lost(chance: random.Random) -> None:
+    cluster = Cluster()
+    cluster.settle(service(HANDED_OVER), chance)
+    (old,) = kinds(cluster, "StatefulSet")
+    assert leads_to(cluster) == old
+    changed = service({**HANDED_OVER, "staging": {**HANDED_OVER["staging"], "image": "new:1"}}, generation=2)
+    prefill = kinds(cluster, "Deployment")
+    outcome = cluster.reconcile(changed)
+    (new,) = set(kinds(cluster, "StatefulSet")) - {old}
+    while not condition(outcome, "StagingReady")[0] == "True":  # the old one serves until the new one is up
+        assert (leads_to(cluster), kinds(cluster, "StatefulSet")) == (old, sorted([old, new]))
+        cluster.step(chance)
+        outcome = cluster.reconcile(changed)
+    # First everybody is led to the new one, and the old one is there to be read; then it is told to end.
+    assert (leads_to(cluster), kinds(cluster, "StatefulSet"), outcome.delete) == (new, sorted([old, new]), ())
+    assert Ref("StatefulSet", old) in cluster.reconcile(changed).delete
+    assert (leads_to(cluster), kinds(cluster, "StatefulSet")) == (new, [new])
+    assert kinds(cluster, "Deployment") == prefill
+
+
+def test_staging_goes_back_to_the_one_that_serves_and_skips_what_never_did(chance: random.Random) -> None:
+    cluster = Cluster()
+    cluster.settle(service(HANDED_OVER), chance)
+    (old,) = kinds(cluster, "StatefulSet")
+    for generation, image in ((2, "b:1"), (3, "c:1")):
+        cluster.reconcile(
+            service({**HANDED_OVER, "staging": {"replacement": "HandOver", "image": image}}, generation=generation)
+        )
+        assert (leads_to(cluster), len(kinds(cluster, "StatefulSet"))) == (old, 2)
+    cluster.reconcile(service(HANDED_OVER, generation=4))
+    assert (leads_to(cluster), kinds(cluster, "StatefulSet")) == (old, [old])
+
+
+def test_a_staging_that_somebody_took_away_is_not_waited_for(chance: random.Random) -> None:
+    cluster = Cluster()
+    cluster.settle(service(HANDED_OVER), chance)
+    (old,) = kinds(cluster, "StatefulSet")
+    del cluster.objects[Ref("StatefulSet", old)], cluster.made[Ref("StatefulSet", old)]
+    cluster.reconcile(service({**HANDED_OVER, "image": "new:1"}, generation=2))
+    (new,) = kinds(cluster, "StatefulSet")
+    assert leads_to(cluster) == new != old
+
+
 def test_room_counts_the_prefill_pods_of_both_kv_generations(chance: random.Random) -> None:
     cluster = Cluster()
     cluster.settle(service(), chance)

@@ -12,6 +12,7 @@ from oasiskv.operator.facts import CERTIFICATE, INFERENCE_SERVICE, POD_MONITOR, 
 from oasiskv.operator.kinds import read
 from oasiskv.operator.render import Rendered, render
 from oasiskv.operator.testing import SPEC
+from oasiskv.services.staging.__main__ import read_config
 
 METADATA = {"name": "chat", "namespace": "llm"}
 SCALING = {"maxReplicas": 4, "prometheus": {"address": "http://prometheus:9090", "query": "up", "threshold": 2}}
@@ -185,6 +186,41 @@ def test_a_new_kv_generation_is_what_old_pods_could_not_exchange_kv_with(change:
 def test_a_spec_from_before_certificates_is_of_the_kv_generation_that_it_was() -> None:
     # Else every service would move to a new one with an upgrade of the operator.
     assert rendered().kv == "3e0bf3ee"
+
+
+@pytest.mark.parametrize(("size", "setting", "pages"), [("2Mi", "2MiB", 100 * 2**20), ("1Gi", "1GiB", 2**30)])
+def test_huge_pages_are_asked_of_the_node_whole_and_of_staging_by_size(size: str, setting: str, pages: int) -> None:
+    made = objects(rendered(staging={"memory": "99.5Mi", "hugePages": size}))
+    (container,) = made["StatefulSet/staging"]["spec"]["template"]["spec"]["containers"]
+    assert container["resources"]["limits"] == container["resources"]["requests"]
+    asked = container["resources"]["requests"]
+    # What is beside the pool is ordinary memory; the pool is none.
+    assert (asked[f"hugepages-{size}"], asked["memory"]) == (str(pages), str(4 * 2**30))
+    file = read_config(made["ConfigMap/staging"]["data"]["oasiskv.toml"])
+    assert file.staging.huge_pages == setting
+
+
+def test_staging_that_is_handed_over_comes_up_beside_the_one_that_serves() -> None:
+    spec = {"replacement": "HandOver", "drainSeconds": 40}
+    first, second = (rendered(staging={**spec, "image": image}) for image in ("a:1", "b:1"))
+    assert first.kv == second.kv != rendered(staging={}).kv
+    assert first.staging != second.staging
+    old, new = objects(first), objects(second)
+    assert old["Service/staging"]["metadata"] == new["Service/staging"]["metadata"]
+    labels = [made["StatefulSet/staging"]["spec"]["template"]["metadata"]["labels"] for made in (old, new)]
+    for made, chosen in ((old, [True, False]), (new, [False, True])):
+        for selector in (
+            made["Service/staging"]["spec"]["selector"],
+            made["StatefulSet/staging"]["spec"]["selector"]["matchLabels"],
+        ):
+            assert [selector.items() <= each.items() for each in labels] == chosen
+    # It gives what it holds to whatever its own name leads to then, once everybody has had time to learn that.
+    file = read_config(old["ConfigMap/staging"]["data"]["oasiskv.toml"])
+    assert file.staging.successor == f"{old['Service/staging']['metadata']['name']}.llm.svc:7411"
+    pod = old["StatefulSet/staging"]["spec"]["template"]["spec"]
+    assert pod["containers"][0]["lifecycle"] == {"preStop": {"sleep": {"seconds": 15}}}
+    assert pod["terminationGracePeriodSeconds"] >= 15 + 40 + 30
+    assert [each for each in ("prefill", "decode") if pods(first)[each] != pods(second)[each]] == []
 
 
 @pytest.mark.parametrize("tls", [{"secret": "mine"}, {"issuer": {"name": "ca"}}])

@@ -144,6 +144,33 @@ def test_huge_pages_that_are_not_there_give_small_ones_and_a_reason(
     made.close()
 
 
+def test_pages_of_a_size_that_is_required_are_asked_for_and_nothing_else_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real, asked = os.memfd_create, {}
+
+    def memfd_create(name: str, flags: int) -> int:
+        asked[name] = flags
+        return real(name, flags & ~(os.MFD_HUGETLB | os.MFD_HUGE_2MB | os.MFD_HUGE_1GB))
+
+    monkeypatch.setattr(os, "memfd_create", memfd_create)
+    made = StagingMemory(SHAPE, NUM_BLOCKS, "2MiB")
+    assert (made.reason, os.fstat(made.blocks_fd).st_size) == ("1 huge pages of 2097152 bytes", 2**21)
+    made.close()
+    wanted = os.MFD_HUGETLB | os.MFD_HUGE_2MB
+    assert asked["oasiskv-staging-blocks"] & wanted == wanted
+    assert not asked["oasiskv-staging-generations"] & os.MFD_HUGETLB
+    num_open = len(os.listdir("/proc/self/fd"))
+
+    def full(*arguments: object) -> mmap.mmap:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(mmap, "mmap", full)
+    with pytest.raises(ConfigError, match="huge_pages: expected 1 huge pages of 2097152 bytes to be free, got Cannot"):
+        StagingMemory(SHAPE, NUM_BLOCKS, "2MiB")
+    assert len(os.listdir("/proc/self/fd")) == num_open
+
+
 def test_huge_pages_hold_the_pool_where_there_are_some(tmp_path: Path) -> None:
     made = StagingMemory(SHAPE, NUM_BLOCKS, "auto")
     try:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from oasiskv.core.errors import ConfigError
+from oasiskv.services.staging import __main__ as main
 from oasiskv.services.staging.__main__ import read_config, run
 from oasiskv.services.staging.disk_file import DiskConfig
 
@@ -102,6 +103,22 @@ def test_a_password_is_not_repeated_in_a_message() -> None:
     with pytest.raises(ConfigError) as caught:
         read_config(TEXT.replace("redis://", "http://"))
     assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("size", ["2MiB", "1GiB"])
+def test_huge_pages_are_beyond_the_limit_of_memory(size: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = TEXT[: TEXT.index("[disk]")].replace("[staging]", f"[staging]\nhuge_pages = '{size}'\nhost_limit_bytes = 1")
+    config = read_config(text.replace('memory_socket = "/run/oasiskv/staging.sock"', "is_strict = true"))
+    got: list[object] = []
+
+    def memory(*arguments: object) -> None:
+        got.extend(arguments)
+        raise ConfigError("stop")
+
+    monkeypatch.setattr(main, "StagingMemory", memory)
+    with pytest.raises(ConfigError, match="stop"):
+        asyncio.run(run(config))
+    assert got[-1] == size
 
 
 def test_a_pool_beyond_the_limit_is_refused_before_any_memory_is_taken() -> None:

@@ -27,7 +27,7 @@ from oasiskv.services.staging.directory import DirectoryConfig
 from oasiskv.services.staging.disk_file import DiskConfig, DiskFile
 from oasiskv.services.staging.fabric import choose
 from oasiskv.services.staging.handover import hand_over
-from oasiskv.services.staging.memory import MemorySocket, StagingMemory
+from oasiskv.services.staging.memory import REQUIRED_PAGES, MemorySocket, StagingMemory
 from oasiskv.services.staging.metrics import StagingCollector
 from oasiskv.services.staging.service import StagingService
 from oasiskv.services.staging.servicer import SERVICE_NAME, UNLIMITED, add_to_server
@@ -122,7 +122,9 @@ async def run(config: ProcessConfig) -> None:
         ConfigError: The pool does not fit in memory, or what the service needs cannot be had; nothing is held.
     """
     pool_bytes = config.staging.leases.num_blocks * config.staging.fingerprint.block_bytes
-    check_fits(pool_bytes, host_memory_limit(user_limit_bytes=config.host_limit_bytes))
+    # Pages of these sizes are set aside, and control groups limit them apart from memory.
+    if config.staging.huge_pages not in REQUIRED_PAGES:
+        check_fits(pool_bytes, host_memory_limit(user_limit_bytes=config.host_limit_bytes))
     stopping: asyncio.Queue[int] = asyncio.Queue()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.put_nowait, number)

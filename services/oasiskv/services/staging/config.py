@@ -38,7 +38,7 @@ class StagingConfig:
     """`remote` to treat peers on this host as those on others: no memory is handed over and none is shared."""
 
     huge_pages: str = "auto"
-    """`never` for small pages, auto for huge ones where the kernel has enough set aside."""
+    """`never` for small pages, auto for huge ones where the kernel has enough set aside, 2MiB or 1GiB for no others."""
 
     successor: str = ""
     """`host:port` of the staging service that gets what is in memory when this one ends; empty for none."""

@@ -22,7 +22,9 @@ logger = logging.getLogger(__name__)
 SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 F_SEAL_FUTURE_WRITE = 0x10  # not in the fcntl module of Python 3.11
 TOUCH_BYTES = 64 * 2**20
-HUGE_PAGES = ("auto", "never")
+REQUIRED_PAGES = {"2MiB": (2**21, os.MFD_HUGE_2MB), "1GiB": (2**30, os.MFD_HUGE_1GB)}
+"""Bytes of a page and the flag that asks for it, by setting; without such pages the service does not start."""
+HUGE_PAGES = ("auto", "never", *REQUIRED_PAGES)
 MEMINFO = Path("/proc/meminfo")
 MAX_REQUEST_BYTES = 256
 ACCEPT_RETRY_S = 0.5
@@ -43,18 +45,23 @@ class StagingMemory:
         Args:
             fingerprint: Shape of a block.
             num_blocks: How many.
-            huge_pages: One of `HUGE_PAGES`; where huge ones cannot be had, small ones are taken.
+            huge_pages: One of `HUGE_PAGES`; with auto, small ones are taken where huge ones cannot be had.
 
         Raises:
-            ConfigError: A file cannot be as large as that; nothing is held.
+            ConfigError: A file cannot be as large as that, or there are too few pages of the size that is said; nothing
+                is held.
         """
         num_bytes = num_blocks * fingerprint.block_bytes
         with contextlib.ExitStack() as resources:
             page_bytes, self.reason = _page_bytes(huge_pages, num_bytes)
             """Why the pages have the size they have."""
-            self.blocks_fd = _create(resources, "oasiskv-staging-blocks", num_bytes, page_bytes)
+            _, size_flag = REQUIRED_PAGES.get(huge_pages, (0, 0))
+            self.blocks_fd = _create(resources, "oasiskv-staging-blocks", num_bytes, page_bytes, size_flag)
             self.generations_fd = _create(resources, "oasiskv-staging-generations", num_blocks * 8)
-            blocks = _map(resources, self.blocks_fd)
+            try:
+                blocks = _map(resources, self.blocks_fd)
+            except OSError as cause:  # pages are set aside for a file when it is mapped
+                raise ConfigError(f"huge_pages: expected {self.reason} to be free, got {cause.strerror}") from cause
             generations = _map(resources, self.generations_fd)
             _touch(blocks)
             fcntl.fcntl(self.blocks_fd, fcntl.F_ADD_SEALS, SIZE_SEALS | fcntl.F_SEAL_SEAL)
@@ -209,6 +216,9 @@ def _page_bytes(setting: str, num_bytes: int) -> tuple[int | None, str]:
     """Return the size of huge pages to use, None for small ones, and why."""
     if setting == "never":
         return None, "small pages: the configuration says never"
+    if setting in REQUIRED_PAGES:
+        page_bytes, _ = REQUIRED_PAGES[setting]
+        return page_bytes, f"{-(-num_bytes // page_bytes)} huge pages of {page_bytes} bytes"
     lines = MEMINFO.read_text().splitlines() if MEMINFO.exists() else []
     found = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
     page_bytes = found.get("Hugepagesize", 0) * 1024
@@ -219,12 +229,17 @@ def _page_bytes(setting: str, num_bytes: int) -> tuple[int | None, str]:
     return page_bytes, f"{num_needed} huge pages of {page_bytes} bytes"
 
 
-def _create(resources: contextlib.ExitStack, name: str, num_bytes: int, huge_page_bytes: int | None = None) -> int:
+def _create(
+    resources: contextlib.ExitStack, name: str, num_bytes: int, huge_page_bytes: int | None = None, size_flag: int = 0
+) -> int:
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     if huge_page_bytes:
-        flags |= os.MFD_HUGETLB
+        flags |= os.MFD_HUGETLB | size_flag
         num_bytes = -(-num_bytes // huge_page_bytes) * huge_page_bytes
-    fd = os.memfd_create(name, flags)
+    try:
+        fd = os.memfd_create(name, flags)
+    except OSError as cause:  # of a size of pages that the kernel does not have
+        raise ConfigError(f"huge_pages: expected a size that this kernel has, got {cause.strerror}") from cause
     resources.callback(os.close, fd)
     # Other users cannot open it anew to write; only whom it is handed to has it at all.
     os.fchmod(fd, 0o600)
