@@ -182,7 +182,7 @@ def test_staging_is_replaced_in_the_order_in_which_nothing_is_lost(chance: rando
     prefill = kinds(cluster, "Deployment")
     outcome = cluster.reconcile(changed)
     (new,) = set(kinds(cluster, "StatefulSet")) - {old}
-    while not condition(outcome, "StagingReady")[0] == "True":  # the old one serves until the new one is up
+    while condition(outcome, "StagingReady")[0] != "True":  # the old one serves until the new one is up
         assert (leads_to(cluster), kinds(cluster, "StatefulSet")) == (old, sorted([old, new]))
         cluster.step(chance)
         outcome = cluster.reconcile(changed)
