@@ -356,3 +356,21 @@ def test_the_tier_is_measured_by_the_paths_that_are_asked_for(
         "lease 64 and release",
         "describe 64",
     ]
+
+
+def test_what_a_host_lacks_is_named_and_the_rest_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(nixl, "MODULES", ("nixl_that_is_absent",))
+    nixl.load.cache_clear()
+    arguments = ["--pool-bytes", str(2**22), "--repeats", "1", "--block-sizes", "16", "--out", str(tmp_path)]
+    try:
+        assert main(["bench", "staging", *arguments, "--paths", "UCX TCP", "mapped", "SSD"]) == 0
+    finally:
+        nixl.load.cache_clear()
+    rows = json.loads(next(tmp_path.iterdir()).read_text())["results"]
+    missing = {row["path"]: row["not_measured"] for row in rows if "not_measured" in row}
+    assert missing.keys() == {"UCX TCP", "SSD, plain copy"}
+    assert missing["UCX TCP"].startswith("path: expected one-sided, got stream, since ")
+    assert all("nixl_that_is_absent" in reason for reason in missing.values())
+    measured = {(row["path"], row["op"], row.get("bytes")) for row in rows if row.get("gb_per_s")}
+    assert measured >= {(path, op, "all layers") for path in ("mapped", "SSD") for op in ("read", "write")}
+    assert not any("share" in row for row in rows if row["path"] == "SSD")

@@ -146,14 +146,6 @@ def _run_staging(args: argparse.Namespace) -> int:
         if path not in bench.ALL_PATHS:
             raise UnsupportedError(f"paths: expected one of {', '.join(bench.ALL_PATHS)}, got {path!r}")
     results: list[Row] = []
-    bench.run(
-        _emitter(results),
-        pool_bytes=args.pool_bytes,
-        num_repeats=args.repeats,
-        paths=paths,
-        block_sizes=args.block_sizes or bench.BLOCK_SIZES,
-        memory=args.memory,
-    )
     num_cpus = len(os.sched_getaffinity(0))
     about: Row = {
         "command": f"oasiskv bench staging --pool-bytes {args.pool_bytes} --repeats {args.repeats}",
@@ -161,11 +153,24 @@ def _run_staging(args: argparse.Namespace) -> int:
         "cpu": f"{_cpu()}, {num_cpus} cores",
         "load": os.getloadavg()[0],
         "kernel": platform.release(),
-        "versions": {name: _version(name) for name in ("nixl-cu13", "grpcio", "xxhash", "numpy")}
+        "versions": {name: _version(name) for name in ("nixl-cu13", "nixl-cu12", "grpcio", "xxhash", "numpy")}
         | {"python": platform.python_version()},
         "model": f"{bench.NUM_LAYERS} layers, 8 KV heads, head_dim 128, float16; medians",
     }
-    _write(args.out, "staging", f"{num_cpus} cores", about, results)
+    try:
+        bench.run(
+            _emitter(results),
+            pool_bytes=args.pool_bytes,
+            num_repeats=args.repeats,
+            paths=paths,
+            block_sizes=args.block_sizes or bench.BLOCK_SIZES,
+            memory=args.memory,
+        )
+    finally:
+        # What was measured before an error is worth as much as without one.
+        if results:
+            machine = f"{num_cpus} cores" if args.memory == "host" else f"{num_cpus} cores {_gpu()} {args.memory}"
+            _write(args.out, "staging", machine, about, results)
     return 0
 
 
@@ -189,6 +194,12 @@ def _write(out: Path, suite: str, machine: str, about: Row, results: list[Row]) 
 def _cpu() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def _gpu() -> str:
+    import torch
+
+    return torch.cuda.get_device_name()
 
 
 def _version(package: str) -> str:

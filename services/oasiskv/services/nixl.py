@@ -36,7 +36,8 @@ def load() -> Any:
 
 
 @functools.cache
-def _errors() -> tuple[type[Exception], ...]:
+def errors() -> tuple[type[Exception], ...]:
+    """Return what NIXL raises; as `load` otherwise."""
     found = [getattr(load(), name) for name in dir(load()) if name.startswith("nixl") and name.endswith("Error")]
     return tuple(found)
 
@@ -82,7 +83,7 @@ class NixlAgent:
             self._agent = self._bindings.nixlAgent(name, settings)
             engine = {"engine_config": f"NET_DEVICES={devices}"} if devices else {}
             self._agent.createBackend("UCX", {"num_workers": str(max(1, num_lanes)), **engine})
-        except _errors() as cause:
+        except errors() as cause:
             raise UnsupportedError(f"nixl: expected UCX to start, got {cause}; its log says more") from cause
         self._registered: list[tuple[int, int]] = []
         self._kept: list[NDArray[np.uint8]] = []
@@ -97,7 +98,7 @@ class NixlAgent:
         row = np.array([[start, num_bytes, 0]], np.uint64)
         try:
             self._agent.registerMem(self._bindings.nixlRegDList(self._bindings.DRAM_SEG, row), [])
-        except _errors() as cause:
+        except errors() as cause:
             raise UnsupportedError(f"nixl: expected {num_bytes} bytes to be registered, got {cause}") from cause
         self._registered.append((start, start + num_bytes))
         self._kept.append(memory)
@@ -123,13 +124,13 @@ class NixlAgent:
         """
         try:
             name = self._agent.loadRemoteMD(metadata)
-        except _errors() as cause:
+        except errors() as cause:
             raise PeerUnavailableError(f"nixl: expected a way to the service's agent, got {cause}") from cause
         return name.decode() if isinstance(name, bytes) else str(name)
 
     def disconnect(self, remote: str) -> None:
         """Forget another agent; what is under way ends. Never fails."""
-        with contextlib.suppress(*_errors()):
+        with contextlib.suppress(*errors()):
             self._agent.invalidateRemoteMD(remote)
 
     def start(
@@ -163,7 +164,7 @@ class NixlAgent:
         operation = bindings.NIXL_READ if is_read else bindings.NIXL_WRITE
         try:
             handle = self._agent.createXferReq(operation, *ends, remote, "", [])
-        except _errors() as cause:
+        except errors() as cause:
             raise PeerUnavailableError(f"nixl: expected a transfer to begin, got {cause}; nothing is copied") from cause
         return Transfer(self._agent, bindings, handle)
 
@@ -208,14 +209,14 @@ class Transfer:
     def cancel(self) -> None:
         """Give the transfer up, if it is not over. Never fails."""
         if self._handle:
-            with contextlib.suppress(*_errors()):
+            with contextlib.suppress(*errors()):
                 self._agent.releaseXferReq(self._handle)
             self._handle = 0
 
     def _try(self, step: Any) -> Any:
         try:
             return step()
-        except _errors() as cause:
+        except errors() as cause:
             self.cancel()
             raise PeerUnavailableError(f"nixl: expected a copy, got {cause}; it may have copied a part") from cause
 

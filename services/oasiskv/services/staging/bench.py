@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from oasiskv.core.errors import UnsupportedError
+from oasiskv.core.errors import PeerUnavailableError, UnsupportedError
 from oasiskv.core.fingerprint import Fingerprint
 from oasiskv.protos.staging.v1 import staging_pb2 as pb
 from oasiskv.services import nixl
@@ -29,11 +29,12 @@ Row = dict[str, object]
 NUM_LAYERS = 8
 # Tokens per block with 8 heads of 128 in float16: parts of 8, 64 and 512 KiB.
 BLOCK_SIZES = (2, 16, 128)
-PATHS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "mapped": ({}, {}),
-    "UCX shared memory": ({"transport": "shm"}, {"locality": "remote"}),
-    "UCX TCP": ({"locality": "remote", "transport": "tcp"}, {}),
-    "gRPC stream": ({"is_strict": True, "memory_socket": ""}, {}),
+# Settings of the service, of the session, and by what its bytes then move.
+PATHS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "mapped": ({}, {}, "mapped"),
+    "UCX shared memory": ({"transport": "shm"}, {"locality": "remote"}, "one-sided"),
+    "UCX TCP": ({"locality": "remote", "transport": "tcp"}, {}, "one-sided"),
+    "gRPC stream": ({"is_strict": True, "memory_socket": ""}, {}, "stream"),
 }
 SSD = "SSD"
 ALL_PATHS = (*PATHS, SSD)
@@ -52,6 +53,8 @@ def run(
 ) -> None:
     """Measure everything, and hand each result on as soon as it is there.
 
+    What this host does not have, NIXL or direct I/O say, gets a row that says why it is `not_measured`.
+
     Args:
         emit: Called with each row.
         pool_bytes: Of each service; the largest copy.
@@ -66,6 +69,7 @@ def run(
         UnsupportedError: Memory of a GPU is asked for, and there is none.
     """
     buffers = _Buffers(memory)
+    missing: set[str] = set()
     for block_size in block_sizes:
         shape = Fingerprint(
             model_hash="bench",
@@ -76,10 +80,16 @@ def run(
             head_dim=128,
         )
         for path in paths:
-            if path == SSD:
-                _run_disk(emit, shape, pool_bytes // shape.block_bytes, num_repeats)
-            else:
-                _run_path(emit, path, shape, pool_bytes // shape.block_bytes, num_repeats, buffers)
+            if path in missing:
+                continue
+            try:
+                if path == SSD:
+                    _run_disk(emit, shape, pool_bytes // shape.block_bytes, num_repeats)
+                else:
+                    _run_path(emit, path, shape, pool_bytes // shape.block_bytes, num_repeats, buffers)
+            except (UnsupportedError, PeerUnavailableError) as error:
+                missing.add(path)
+                emit({"path": path, "not_measured": str(error)})
     _run_calls(emit, 100 * num_repeats)
 
 
@@ -90,8 +100,10 @@ class _Buffers:
         self.kind = kind
         self._tensors: dict[int, tuple[Any, Any]] = {}
         if kind != "host":
-            import torch
-
+            try:
+                import torch
+            except ImportError as error:
+                raise UnsupportedError(f"memory: expected a CUDA device for {kind}, got {error}") from error
             if not torch.cuda.is_available():
                 raise UnsupportedError(f"memory: expected a CUDA device for {kind}, got torch {torch.__version__}")
             self._torch = torch
@@ -125,14 +137,16 @@ def _run_path(
     num_repeats: int,
     buffers: _Buffers,
 ) -> None:
-    staging, session = PATHS[path]
+    staging, session, way = PATHS[path]
     with TemporaryDirectory() as folder, StagingProcess(Path(folder), shape, num_blocks, staging=staging) as server:
         config = SessionConfig(
             address=server.address, fingerprint=shape, name="bench", may_write=True, timeout_s=60.0, **session
         )
         with StagingSession(config) as peer:
-            bench = _Bench(peer, shape, num_blocks, num_repeats, buffers)
-            for row in bench.rows():
+            rows = _Bench(peer, shape, num_blocks, num_repeats, buffers).rows()
+            if peer.path != way:  # which a session leaves by itself when it does not work
+                raise UnsupportedError(f"path: expected {way}, got {peer.path}, since {peer.path_reason}")
+            for row in rows:
                 emit({"path": path, "memory": buffers.kind, "part_KiB": shape.part_bytes // 1024, **row})
 
 
@@ -192,11 +206,13 @@ class _Bench:
         pieces: NDArray[np.uint8],
         copy: Callable[[Lease, NDArray[Any], int, NDArray[np.uint8]], Any],
     ) -> Row:
-        ours, plain, lean = [], [], []
+        ours: list[float] = []
+        plain: list[float | None] = []
+        lean: list[float | None] = []
         for _ in range(self._num_repeats + 1):  # the first one touches memory and connects
-            lean.append(self._plain(op, blocks, first_part, pieces, is_lean=True))
-            plain_s = self._plain(op, blocks, first_part, pieces)
-            plain.append(plain_s and plain_s + self._buffers.move(pieces, op))
+            for found, is_lean in ((lean, True), (plain, False)):
+                plain_s = self._plain(op, blocks, first_part, pieces, is_lean=is_lean)
+                found.append(plain_s and plain_s + self._buffers.move(pieces, op))
             moved_s = self._buffers.move(pieces, op) if op == "write" else 0.0
             started_s = time.perf_counter()
             copy(self._lease, blocks, first_part, pieces).result()
@@ -302,6 +318,7 @@ def _run_disk(emit: Callable[[Row], None], shape: Fingerprint, num_blocks: int, 
     data = np.random.default_rng(0).integers(0, 256, (num_blocks, NUM_LAYERS, shape.part_bytes), np.uint8)
     times: dict[str, list[float]] = {"write": [], "read": []}
     plain: dict[str, list[float]] = {"write": [], "read": []}
+    reason: str | None = None
     with TemporaryDirectory() as name:
         folder = Path(name)
         # Room for one more, since the file has a head.
@@ -327,21 +344,27 @@ def _run_disk(emit: Callable[[Row], None], shape: Fingerprint, num_blocks: int, 
                     taken = peer.lease(keys, min_blocks=num_blocks).result()
                     times["read"].append(time.perf_counter() - started_s)
                     peer.release(taken).result()
-                    for op, seconds in _plain_posix(folder / "plain", data).items():
-                        plain[op].append(seconds)
+                    if reason is None:
+                        try:
+                            for op, seconds in _plain_posix(folder / "plain", data).items():
+                                plain[op].append(seconds)
+                        except UnsupportedError as error:
+                            reason = str(error)
     for op in ("write", "read"):
-        ours_s, plain_s = statistics.median(times[op]), statistics.median(plain[op])
-        emit(
-            {
-                "path": SSD,
-                "part_KiB": shape.part_bytes // 1024,
-                "op": op,
-                "bytes": "all layers",
-                "gb_per_s": _rounded(num_bytes / ours_s / 1e9),
-                "plain_gb_per_s": _rounded(num_bytes / plain_s / 1e9),
-                "share": _rounded(plain_s / ours_s),
-            }
-        )
+        ours_s = statistics.median(times[op])
+        row: Row = {
+            "path": SSD,
+            "part_KiB": shape.part_bytes // 1024,
+            "op": op,
+            "bytes": "all layers",
+            "gb_per_s": _rounded(num_bytes / ours_s / 1e9),
+        }
+        if reason is None:
+            plain_s = statistics.median(plain[op])
+            row |= {"plain_gb_per_s": _rounded(num_bytes / plain_s / 1e9), "share": _rounded(plain_s / ours_s)}
+        emit(row)
+    if reason is not None:
+        emit({"path": f"{SSD}, plain copy", "not_measured": reason})
 
 
 async def _until_on_disk(address: str, num_blocks: int) -> None:
@@ -351,10 +374,17 @@ async def _until_on_disk(address: str, num_blocks: int) -> None:
 
 
 def _plain_posix(path: Path, data: NDArray[np.uint8]) -> dict[str, float]:
-    """Return the seconds that NIXL takes to write the same bytes to a file and to read them, past the page cache."""
+    """Return the seconds that NIXL takes to write the same bytes to a file and to read them, past the page cache.
+
+    Raises:
+        UnsupportedError: NIXL is not installed, or its back end for files does not start here.
+    """
     bindings = nixl.load()
     agent = bindings.nixlAgent("plain", bindings.nixlAgentConfig())
-    backend = agent.createBackend("POSIX", {})
+    try:
+        backend = agent.createBackend("POSIX", {})
+    except nixl.errors() as cause:
+        raise UnsupportedError(f"nixl: expected its back end POSIX to start, got {cause}") from cause
     # Of its own pages: without the page cache, addresses must be multiples of theirs.
     memory = np.frombuffer(mmap.mmap(-1, data.nbytes), np.uint8)
     memory[:] = data.reshape(-1)
