@@ -94,7 +94,7 @@ class Rollout:
     """How pods are replaced."""
 
     max_surge: Annotated[int, Bounds(0, 1024)] = 1
-    """Pods above `replicas` at a time; each needs a GPU."""
+    """Pods above `replicas` at a time; no more than there are GPUs for."""
 
     max_unavailable: Annotated[int, Bounds(0, 1024)] = 0
     """Pods below `replicas` at a time."""

@@ -56,7 +56,7 @@ def findings(
     if room is None:
         made.append(Finding("PlacementFeasible", None, "NodesNotVisible", "the operator may not look at nodes"))
     else:
-        made.append(Finding("PlacementFeasible", not room.blocker, room.reason, room.blocker))
+        made.append(Finding("PlacementFeasible", not room.blocker, room.reason, room.blocker or room.note))
     made.append(_of("StagingReady", facts.stagings.get(rendered.staging)))
     made.append(_of("PrefillReady", facts.prefills.get(rendered.kv)))
     if INFERENCE_SERVICE not in facts.kinds:

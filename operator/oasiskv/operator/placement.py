@@ -24,6 +24,9 @@ class Room:
     reason: str = "Fits"
     """In one word."""
 
+    note: str = ""
+    """What there is to say although all pods have room; empty if nothing."""
+
 
 def requests(resources: Resources, placement: Placement, network: Network) -> dict[str, str]:
     """Return what a container with a GPU asks for, by resource."""

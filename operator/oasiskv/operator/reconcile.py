@@ -5,15 +5,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from oasiskv.core.errors import ConfigError
-from oasiskv.operator.api import Network, Placement, ProfileSpec, ServiceSpec
+from oasiskv.operator.api import Network, Placement, ProfileSpec, Resources, ServiceSpec
 from oasiskv.operator.api_status import Pin, ServiceStatus
 from oasiskv.operator.conditions import Finding, conditions, findings, roles, scaling_finding, with_ready
 from oasiskv.operator.facts import INFERENCE_SERVICE, Facts, Ref
 from oasiskv.operator.kinds import read
-from oasiskv.operator.names import REVISION, check_names, owner, spec_hash
+from oasiskv.operator.names import REVISION, check_names, kv_generation, owner, spec_hash
 from oasiskv.operator.placement import Room, find_room
 from oasiskv.operator.render import RENDER_VERSION, Rendered, num_prefills, render
 from oasiskv.operator.scaling import with_numbers
+from oasiskv.operator.surge import Budget, budgeted
 
 RENDERERS: Mapping[int, Callable[..., Rendered]] = {RENDER_VERSION: render}
 """By version. An older one stays for as long as a service may be pinned to it."""
@@ -58,7 +59,10 @@ def reconcile(service: Mapping[str, Any], facts: Facts) -> Outcome:
             )
         asked, live = spec, facts.decode.kv_generation if facts.decode is not None else None
         numbers = with_numbers(asked, facts, facts.prefills.get(live or ""))
-        spec = numbers.spec
+        kvs = {kv for kv, number in facts.decode_pods.items() if number} | {live or kv_generation(asked)}
+        wanted = _wanted(numbers.spec, len(kvs | {kv_generation(asked)}))
+        budget = budgeted(numbers.spec, facts.nodes, wanted, placement, network)
+        spec = budget.spec
         rendered = RENDERERS[pin.render_version](metadata, spec, placement, network, facts.kinds)
     except _NoProfile as error:
         return _refused(metadata, facts, [Finding("Accepted", True, "Valid"), error.finding])
@@ -70,9 +74,8 @@ def reconcile(service: Mapping[str, Any], facts: Facts) -> Outcome:
     made = [*rendered.common, *generation_objects]
     if is_switched and INFERENCE_SERVICE in facts.kinds:
         made += rendered.decode
-    others = {kv for kv, number in facts.decode_pods.items() if number} | ({live} if live is not None else set())
-    others.discard(rendered.kv)
-    room = _room(spec, placement, network, facts, others | {rendered.kv})
+    others = kvs - {rendered.kv}
+    room = _room(rendered, budget, wanted, placement, network, facts)
     found = findings(spec, rendered, facts, room, is_switched and live in (None, rendered.kv))
     found.insert(1, profile_finding)
     if (scaling := scaling_finding(asked, numbers.status, numbers.roles, facts)) is not None:
@@ -168,12 +171,30 @@ def _leading_to(made: Mapping[str, Any], revision: str) -> Mapping[str, Any]:
     return {**made, "spec": {**made["spec"], "selector": {**made["spec"]["selector"], REVISION: revision}}}
 
 
-def _room(spec: ServiceSpec, placement: Placement, network: Network, facts: Facts, kvs: Iterable[str]) -> Room | None:
+def _wanted(spec: ServiceSpec, num_generations: int) -> list[tuple[int, Resources]]:
+    """Return the pods with a GPU: prefill once per KV generation."""
+    wanted = [(num_prefills(spec), spec.prefill.resources)] * num_generations
+    return [*wanted, (0 if spec.suspend else spec.decode.replicas, spec.decode.resources)]
+
+
+def _room(
+    rendered: Rendered,
+    budget: Budget,
+    wanted: Sequence[tuple[int, Resources]],
+    placement: Placement,
+    network: Network,
+    facts: Facts,
+) -> Room | None:
     if facts.nodes is None:
         return None
-    wanted = [(num_prefills(spec), spec.prefill.resources) for _ in kvs]
-    wanted.append((0 if spec.suspend else spec.decode.replicas, spec.decode.resources))
-    return find_room(facts.nodes, wanted, placement, network)
+    room = find_room(facts.nodes, wanted, placement, network)
+    if not budget.notes:
+        return room
+    note = "; ".join(budget.notes)
+    workloads = {"prefill": facts.prefills.get(rendered.kv), "decode": facts.decode}
+    rolling = {role for role, each in workloads.items() if each is not None and each.updated < each.desired}
+    is_stuck = bool(budget.stuck & rolling)
+    return replace(room, reason="NoRoomToSurge", note=note, blocker=note if is_stuck else "")
 
 
 def _owned(service: Mapping[str, Any], made: Mapping[str, Any]) -> dict[str, Any]:

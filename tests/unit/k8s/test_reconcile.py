@@ -81,6 +81,21 @@ def test_a_change_of_one_role_leaves_the_others_revision_and_pods_alone(chance: 
     assert old == new
 
 
+@pytest.mark.parametrize(("url", "ready"), [("", 2), ("http://chat.llm", 0)])
+def test_ready_waits_for_a_route_although_decode_is_there(url: str, ready: int, chance: random.Random) -> None:
+    cluster = Cluster()
+    cluster.settle(service(), chance)
+    verify(cluster)
+    facts = cluster.facts()
+    assert facts.decode is not None
+    # Only what is looked at differs: the pods' own word is that of `DecodeReady`.
+    outcome = reconcile(service(), replace(facts, decode=replace(facts.decode, url=url, ready=ready)))
+    assert condition(outcome, "EndpointReady")[:2] == ("False", "NoRoute")
+    assert condition(outcome, "DecodeReady")[0] == ("True" if ready else "False")
+    assert condition(outcome, "Ready")[0] == "False"
+    assert condition(reconcile(service(), facts), "EndpointReady")[:2] == ("True", "Routable")
+
+
 def test_what_a_pod_says_of_why_nothing_crossed_is_passed_on(chance: random.Random) -> None:
     facts = replace(Cluster().facts(), unverified="UnsupportedError: other model")
     assert condition(reconcile(service(), facts), "KVPathVerified")[2].endswith(": UnsupportedError: other model")
