@@ -54,6 +54,11 @@ def decisions(before: ServiceStatus, now: ServiceStatus) -> Iterator[Decision]:
             yield Decision(reason="Scaled", note=f"{role}: {scaled.message}")
 
 
+def cut_off(pod: str, words: str) -> Decision:
+    """Return what is told of a pod that ended before its work did."""
+    return Decision(reason="RequestsCutOff", note=f"pod {pod}: {words}", type="Warning")
+
+
 def event(service: Mapping[str, Any], decision: Decision, instance: str) -> dict[str, Any]:
     """Return the Event of a decision about a service; the same decision again has the same name.
 

@@ -45,6 +45,8 @@ class Pod:
     """Of pods of services alone; empty as long as it has none."""
     is_ready: bool
     has_ended: bool
+    last_words: str = ""
+    """What its process said at its end; of pods of services alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,7 +241,13 @@ def read_pod(pod: Object) -> Pod:
         ip=status.get("podIP", "") if SERVICE in labels else "",
         is_ready=any(each["type"] == "Ready" and each["status"] == "True" for each in status.get("conditions", ())),
         has_ended=has_ended,
+        last_words=_last_words(status) if SERVICE in labels else "",
     )
+
+
+def _last_words(status: Object) -> str:
+    states = [each.get("state", {}) for each in status.get("containerStatuses", ())]
+    return "; ".join(state["terminated"]["message"] for state in states if state.get("terminated", {}).get("message"))
 
 
 def _requests(pod: Object) -> dict[str, Fraction]:

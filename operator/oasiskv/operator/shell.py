@@ -1,5 +1,6 @@
 """One turn of one service: read, decide, write what differs, delete what is too much, say what holds."""
 
+import itertools
 import logging
 import os
 import random
@@ -14,7 +15,7 @@ from oasiskv.operator.api_status import ServiceStatus
 from oasiskv.operator.asks import Asks, Loads
 from oasiskv.operator.client import MANAGER, ApiError, BusyError, Client, ConflictError, NotFoundError, RefusedError
 from oasiskv.operator.differs import differs
-from oasiskv.operator.events import decisions, event, repeated
+from oasiskv.operator.events import cut_off, decisions, event, repeated
 from oasiskv.operator.facts import Facts, Ref
 from oasiskv.operator.kinds import write
 from oasiskv.operator.metrics import Metrics
@@ -106,10 +107,10 @@ class Shell:
         except RefusedError as error:
             outcome = reconcile(service, replace(facts, refused=str(error)))
             await self._say(key, service, outcome.status)
-            await self._tell(service, facts.status, outcome.status)
+            await self._tell(key, service, facts.status, outcome.status)
             raise
         await self._say(key, service, outcome.status)
-        await self._tell(service, facts.status, outcome.status)
+        await self._tell(key, service, facts.status, outcome.status)
         if outcome.unverified is not None and facts.decode_pods:
             return VERIFY_S
         return LOAD_S if outcome.asks else None
@@ -119,6 +120,7 @@ class Shell:
         self.lacking.discard(key)
         self._num_failed.pop(key, None)
         self._ask_at_s.pop(key, None)
+        self._store.take_last_words(key)
         self._metrics.says(key, ())
 
     async def _look(self, key: Key, service: Object) -> Facts:
@@ -215,10 +217,13 @@ class Shell:
         await self._client.update(SERVICES.path(*key, "status"), {**service, "status": wanted})
         self._wrote("status", service["kind"], key, key[1])
 
-    async def _tell(self, service: Object, before: ServiceStatus, now: ServiceStatus) -> None:
+    async def _tell(self, key: Key, service: Object, before: ServiceStatus, now: ServiceStatus) -> None:
         """Write an Event of each decision. One that cannot be written is lost: the status says all that matters."""
-        namespace, name = service["metadata"]["namespace"], service["metadata"]["name"]
-        for decision in decisions(before, now):
+        namespace, name = key
+        for decision in [
+            *decisions(before, now),
+            *itertools.starmap(cut_off, self._store.take_last_words(key).items()),
+        ]:
             made = event(service, decision, os.environ.get("POD_NAME", "oasiskv-operator"))
             self._check_right()
             try:

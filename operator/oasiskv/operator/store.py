@@ -40,6 +40,7 @@ class Store:
         self._decodes: dict[Key, Object] = {}
         self._pods: dict[Key, dict[str, Pod]] = {}
         self._used: dict[str, dict[str, Fraction]] = {}
+        self._last_words: dict[Key, dict[str, str]] = {}
         self.kinds: frozenset[str] = frozenset()
         self.has_room_changed = False
         """Whether nodes, or what others use of them, changed since somebody last set this to False."""
@@ -98,6 +99,10 @@ class Store:
     def pods(self, key: Key) -> Sequence[Pod]:
         """Return the pods of a service."""
         return list(self._pods.get(key, {}).values())
+
+    def take_last_words(self, key: Key) -> Mapping[str, str]:
+        """Return what pods of a service said at their end, by name, and forget it."""
+        return self._last_words.pop(key, {})
 
     def nodes(self) -> Sequence[Node] | None:
         """Return all nodes, with what pods use; None where they may not be looked at."""
@@ -184,7 +189,10 @@ class Store:
         if before is not None and SERVICE in before.labels:
             _pop(self._pods, (before.namespace, before.labels[SERVICE]), before.name)
         if now is not None and SERVICE in now.labels:
-            self._pods.setdefault((now.namespace, now.labels[SERVICE]), {})[now.name] = now
+            key = now.namespace, now.labels[SERVICE]
+            self._pods.setdefault(key, {})[now.name] = now
+            if now.last_words and (before is None or now.last_words != before.last_words):
+                self._last_words.setdefault(key, {})[now.name] = now.last_words
         for pod in (before, now):
             if pod is not None and SERVICE in pod.labels:
                 self._wake((pod.namespace, pod.labels[SERVICE]))

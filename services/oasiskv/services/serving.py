@@ -5,6 +5,7 @@ import contextlib
 import logging
 import signal
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 from prometheus_client.registry import Collector
@@ -17,6 +18,7 @@ from oasiskv.services.rpc.status_port import Status
 
 logger = logging.getLogger(__name__)
 
+TERMINATION_LOG = Path("/dev/termination-log")
 LOOK_S = 0.5
 """Between two looks at whether the service is ready."""
 
@@ -120,12 +122,20 @@ async def serve(service: Service, servers: Sequence[RpcServer], received: "async
     received.get_nowait()
     await _set_serving(servers, False)
     logger.info("draining: %d requests are left", service.drain())
-    try:
+    with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(drain_s):
             while service.drain() and received.empty() and service.is_alive:
                 await asyncio.sleep(0.1)
-    except TimeoutError:
-        logger.warning("stopping with %d requests that have not ended", service.drain())
+    if num_left := service.drain():
+        _say_at_the_end(f"{num_left} requests had not ended when the process did")
+
+
+def _say_at_the_end(what: str) -> None:
+    """Say something in the log and, in a pod, where Kubernetes takes a container's last words from."""
+    logger.warning("%s", what)
+    if TERMINATION_LOG.exists():
+        with contextlib.suppress(OSError):
+            TERMINATION_LOG.write_text(what)
 
 
 async def _set_serving(servers: Sequence[RpcServer], is_serving: bool) -> None:

@@ -246,3 +246,19 @@ def test_a_profile_is_read_with_its_generation() -> None:
 )
 def test_every_way_to_write_a_quantity_is_read(text: str, value: Fraction) -> None:
     assert amount(text) == value
+
+
+def test_last_words_are_those_of_a_container_that_ended() -> None:
+    pod: dict[str, Any] = {
+        "metadata": {"name": "a", "namespace": "llm", "labels": {"oasiskv.io/service": "chat"}},
+        "spec": {"containers": []},
+    }
+    for state, words in (
+        ({"running": {}}, ""),
+        ({"terminated": {"exitCode": 0}}, ""),
+        ({"terminated": {"exitCode": 0, "message": "3 left"}}, "3 left"),
+    ):
+        assert read_pod({**pod, "status": {"containerStatuses": [{"state": state}]}}).last_words == words
+    stranger = {**pod, "metadata": {**pod["metadata"], "labels": {}}}
+    ended = {"containerStatuses": [{"state": {"terminated": {"message": "3 left"}}}]}
+    assert read_pod({**stranger, "status": ended}).last_words == ""

@@ -42,6 +42,11 @@ class Bench:
         self.api.calls.clear()
         return await self.shell.turn(KEY)
 
+    async def until(self, what: Callable[[], bool]) -> None:
+        async with asyncio.timeout(30):
+            while not what():
+                await asyncio.sleep(0.005)
+
     def writes(self) -> list[tuple[str, str]]:
         """Return what was written, but for Events."""
         return [call for call in self.api.calls if call[0] != "GET" and "/events" not in call[1]]
@@ -341,5 +346,30 @@ def test_an_event_that_is_refused_keeps_nothing_from_being_done() -> None:
         assert await bench.turn() is None
         assert bench.condition("Accepted")["status"] == "True"
         assert bench.events() == {}
+
+    run(test)
+
+
+def test_requests_that_a_pod_cut_off_at_its_end_are_told_once() -> None:
+    async def test(bench: Bench) -> None:
+        labels = {"oasiskv.io/service": "chat", "oasiskv.io/role": "decode"}
+        pod = {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"name": "chat-1", "namespace": "llm", "labels": labels},
+            "spec": {"containers": []},
+        }
+        bench.api.put(pod)
+        await bench.until(lambda: len(bench.store.pods(KEY)) == 1)
+        await bench.turn()
+        assert "RequestsCutOff" not in bench.events()
+        terminated = {"exitCode": 0, "message": "3 requests had not ended when the process did"}
+        bench.api.put({**pod, "status": {"containerStatuses": [{"state": {"terminated": terminated}}]}})
+        await bench.until(lambda: bench.store.pods(KEY)[0].last_words != "")
+        await bench.turn()
+        told = bench.events()["RequestsCutOff"]
+        assert (told["type"], told["note"]) == ("Warning", f"pod chat-1: {terminated['message']}")
+        await bench.turn()
+        assert "series" not in bench.events()["RequestsCutOff"]
 
     run(test)
