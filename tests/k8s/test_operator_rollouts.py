@@ -237,12 +237,14 @@ def test_an_operator_that_dies_at_every_write_gets_there_all_the_same(
             assert time.monotonic() < deadline, plane.check("get", "oks", "chat", "-n", namespace, "-o", "yaml")
 
     async def main() -> None:
-        plane.put([sample("chat", namespace)])
+        plane.put([sample("chat", namespace, staging={"replacement": "HandOver"})])
         assert await live_until(lambda: is_settled(plane, *key)) > 14
         old = {pod["metadata"]["uid"] for pod in pods(plane, namespace, "decode")}
         patch(plane, namespace, "chat", {"engine": {"blockSize": 32}, "networkPolicy": "Disabled"})
         assert await live_until(lambda: is_settled(plane, *key) and is_as_fresh(plane, *key)) > 14
         assert old.isdisjoint(pod["metadata"]["uid"] for pod in pods(plane, namespace, "decode"))
+        patch(plane, namespace, "chat", {"staging": {"cpu": "2"}})  # handed over
+        assert await live_until(lambda: is_settled(plane, *key) and is_as_fresh(plane, *key)) > 4
         for _ in range(20):
             await asyncio.sleep(0)  # connections end a little later than they are closed
 

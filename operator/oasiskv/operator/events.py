@@ -59,6 +59,12 @@ def cut_off(pod: str, words: str) -> Decision:
     return Decision(reason="RequestsCutOff", note=f"pod {pod}: {words}", type="Warning")
 
 
+def reverted(kind: str, name: str) -> Decision:
+    """Return what is told of an object that somebody else changed; how often is the count of the Event."""
+    note = f"{kind} {name}: somebody else changed it, and it is written again as the service says"
+    return Decision(reason="EditReverted", note=note, type="Warning")
+
+
 def event(service: Mapping[str, Any], decision: Decision, instance: str) -> dict[str, Any]:
     """Return the Event of a decision about a service; the same decision again has the same name.
 

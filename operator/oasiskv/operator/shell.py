@@ -15,11 +15,11 @@ from oasiskv.operator.api_status import ServiceStatus
 from oasiskv.operator.asks import Asks, Loads
 from oasiskv.operator.client import MANAGER, ApiError, BusyError, Client, ConflictError, NotFoundError, RefusedError
 from oasiskv.operator.differs import differs
-from oasiskv.operator.events import cut_off, decisions, event, repeated
+from oasiskv.operator.events import cut_off, decisions, event, repeated, reverted
 from oasiskv.operator.facts import Facts, Ref
 from oasiskv.operator.kinds import write
 from oasiskv.operator.metrics import Metrics
-from oasiskv.operator.names import KV, ROLE
+from oasiskv.operator.names import KV, ROLE, digest
 from oasiskv.operator.observe import Pod, Seen, observe
 from oasiskv.operator.reconcile import Outcome, reconcile
 from oasiskv.operator.resources import CHILDREN, EVENTS, PROFILES, SERVICES, owner_uid
@@ -61,6 +61,10 @@ class Shell:
         self._asks, self._loads = asks, Loads(asks)
         self._num_failed: dict[Key, int] = {}
         self._ask_at_s: dict[Key, float] = {}
+        self._written: dict[Key, dict[Ref, str]] = {}
+        """What each child was last written as, in short."""
+        self._reverted: dict[Key, list[Ref]] = {}
+        """Children that somebody else changed since they were told of last."""
         self.services: set[Key] = set()
         """Those that are there."""
         self.lacking: set[Key] = set()
@@ -121,6 +125,8 @@ class Shell:
         self._num_failed.pop(key, None)
         self._ask_at_s.pop(key, None)
         self._store.take_last_words(key)
+        self._written.pop(key, None)
+        self._reverted.pop(key, None)
         self._metrics.says(key, ())
 
     async def _look(self, key: Key, service: Object) -> Facts:
@@ -187,10 +193,15 @@ class Shell:
             _check_owner(live, service)
             if not differs(made, live, MANAGER):
                 self._store.put(live)
+                self._written.setdefault(key, {})[ref] = digest(made)
                 return
         self._check_right()
         self._store.put(await self._client.apply(path, made))
         self._wrote("apply", ref.kind, key, ref.name)
+        written, now = self._written.setdefault(key, {}), digest(made)
+        if live is not None and written.get(ref) == now:
+            self._reverted.setdefault(key, []).append(ref)
+        written[ref] = now
 
     async def _delete(self, live: Object) -> None:
         kind, metadata = live["kind"], live["metadata"]
@@ -220,10 +231,9 @@ class Shell:
     async def _tell(self, key: Key, service: Object, before: ServiceStatus, now: ServiceStatus) -> None:
         """Write an Event of each decision. One that cannot be written is lost: the status says all that matters."""
         namespace, name = key
-        for decision in [
-            *decisions(before, now),
-            *itertools.starmap(cut_off, self._store.take_last_words(key).items()),
-        ]:
+        told = [*decisions(before, now), *itertools.starmap(cut_off, self._store.take_last_words(key).items())]
+        told += [reverted(ref.kind, ref.name) for ref in self._reverted.pop(key, ())]
+        for decision in told:
             made = event(service, decision, os.environ.get("POD_NAME", "oasiskv-operator"))
             self._check_right()
             try:

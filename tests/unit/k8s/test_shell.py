@@ -106,6 +106,27 @@ def test_a_child_that_somebody_changed_is_written_again_alone() -> None:
         await bench.turn()
         assert [call for call in bench.writes() if call[0] == "PATCH"] == [("PATCH", path)]
         assert bench.api.objects[path]["spec"]["replicas"] == 1
+        # Two owners of a number would fight for ever, so it is told, and how often.
+        told = bench.events()["EditReverted"]
+        assert (told["type"], "series" in told) == ("Warning", False)
+        assert told["note"].startswith(f"Deployment {made['metadata']['name']}: somebody else changed it")
+        await bench.turn()
+        assert "series" not in bench.events()["EditReverted"]
+        bench.store.put(bench.api.put(made))
+        await bench.turn()
+        assert bench.events()["EditReverted"]["series"]["count"] == 2
+
+    run(test)
+
+
+def test_what_the_service_itself_changes_is_no_edit_of_somebody_else() -> None:
+    async def test(bench: Bench) -> None:
+        await bench.turn()
+        changed = service({**service()["spec"], "image": "oasiskv/engine:2"})
+        bench.api.put({**changed, "metadata": {"name": "chat", "namespace": "llm", "generation": 2}})
+        await bench.turn()
+        await bench.turn()
+        assert "EditReverted" not in bench.events()
 
     run(test)
 
