@@ -10,6 +10,7 @@ differs from a container in this:
   leads from one revision to the next, pods have addresses of their own, and connections to the Service's go on to them.
 - Volumes are folders. Wherever files, the command line or the environment of a pod name a mounted path, they get the
   folder. `/dev/shm` stays the machine's, and a volume claim is the host path of its volume.
+- A pod that has an account finds its token by KUBECONFIG.
 - There is no image: `python` is the interpreter of the tests. Requests and limits only count for the scheduler.
 """
 
@@ -315,6 +316,13 @@ class FakeKubelet:
         command = [sys.executable if word == "python" else word for word in command]
         env = os.environ | IMAGE | {"VLLM_HOST_IP": pod.address}
         env |= {each["name"]: self._here(pod, each["value"]) for each in container.get("env", ()) if "value" in each}
+        fields = {"metadata.name": pod.name, "metadata.namespace": pod.namespace}
+        for each in container.get("env", ()):
+            if "fieldRef" in each.get("valueFrom", {}):
+                env[each["name"]] = fields[each["valueFrom"]["fieldRef"]["fieldPath"]]
+        if any("projected" in volume for volume in pod.spec["volumes"]):
+            # Where it looks for the token of its account in a container, no process here could have one of its own.
+            env["KUBECONFIG"] = str(self._plane.account(pod.namespace, pod.spec["serviceAccountName"]))
         with (self._logs / f"{pod.name}-{pod.num_starts}.log").open("wb") as log:
             pod.process = subprocess.Popen(
                 command, stdout=log, stderr=log, env=env, cwd=pod.folder, start_new_session=True
