@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -112,14 +113,18 @@ def ids_of(text: str) -> list[int]:
     return [int(digits) for digits in re.findall(r"w(\d+)", text)]
 
 
-def rest(url: str, prompt: list[int]) -> list[int]:
-    """Ask by the protocol's REST, and return the tokens."""
+def infer(url: str, prompt: list[int], num_tokens: int) -> dict[str, Any]:
+    """Ask by the protocol's REST, and return what came out."""
     inputs = [{"name": "text", "shape": [1], "datatype": "BYTES", "data": [text_of(prompt)]}]
-    parameters = {"max_tokens": NUM_TOKENS, "temperature": 0.0}
+    parameters = {"max_tokens": num_tokens, "temperature": 0.0}
     body = {"inputs": inputs, "parameters": parameters}
-    answer = httpx.post(f"http://{url}/v2/models/tiny/infer", json=body, timeout=120)
+    answer = httpx.post(f"http://{url}/v2/models/tiny/infer", json=body, timeout=300)
     assert answer.status_code == 200, answer.text
-    return ids_of(next(one["data"][0] for one in answer.json()["outputs"] if one["name"] == "text"))
+    return {one["name"]: one["data"][0] for one in answer.json()["outputs"]}
+
+
+def rest(url: str, prompt: list[int]) -> list[int]:
+    return ids_of(infer(url, prompt, NUM_TOKENS)["text"])
 
 
 def rpc(address: str, prompt: list[int]) -> list[int]:
@@ -181,5 +186,16 @@ def test_requests_go_through_kserve_decode_prefill_and_staging_as_the_operator_r
     assert count("decode", 'oasiskv_decode_handovers_total{outcome="handed_over"}') == 5
     assert count("prefill", 'oasiskv_prefill_handovers_total{outcome="handed_over"}') == 5
     assert {"RolloutStarted", "KVPathVerified", "RolloutDone"} <= events(plane, namespace)
+
+    # A request that is under way when its pod is told to end comes to its own end.
+    with ThreadPoolExecutor(1) as pool:
+        last = pool.submit(infer, http, prompts[0], 500)
+        wait_for(lambda: count("decode", "oasiskv_decode_inflight") > 0, "a request to be under way")
+        plane.check("delete", "oks", "chat", "-n", namespace)
+        answer = last.result()
+    assert (answer["finish_reason"], answer["completion_tokens"]) == ("length", 500)
+    assert ids_of(answer["text"])[:NUM_TOKENS] == expected[0]
+    wait_for(lambda: plane.get("pods", "-n", namespace)["items"] == [], "the pods to end")
+    assert list(kubelet.codes.values()) == [0, 0, 0], kubelet.codes
     assert kubelet.errors == []
     assert forbidden(plane)[num_forbidden:] == []
