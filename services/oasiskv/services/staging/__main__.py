@@ -145,7 +145,6 @@ async def run(config: ProcessConfig) -> None:
             closing_file.pop_all()  # from here on the tier closes it
             resources.push_async_callback(service.disk_tier.stop)
             await service.disk_tier.start()
-            gc.freeze()  # the index of the disk stays: no collection has to walk through it, and stop calls
         resources.push_async_callback(service.wiper.stop)
         service.wiper.start()
         transport = choose(staging.transport, is_strict=staging.is_strict, has_tls=config.server.tls is not None)
@@ -169,6 +168,9 @@ async def run(config: ProcessConfig) -> None:
         resources.push_async_callback(server.stop, grace_s=1.0)
         resources.push_async_callback(service.directory.stop)
         await service.directory.start()
+        # What is there stays, the index of the disk too: no collection has to walk through it, and stop calls.
+        gc.collect()
+        gc.freeze()
         print(f"oasiskv staging listens on port {server.port}", flush=True)
         await stopping.get()
         await server.set_serving(False)

@@ -358,6 +358,7 @@ def _run_disk(emit: Callable[[Row], None], shape: Fingerprint, num_blocks: int, 
             "op": op,
             "bytes": "all layers",
             "gb_per_s": _rounded(num_bytes / ours_s / 1e9),
+            "parts_per_s": round(num_bytes / shape.part_bytes / ours_s),
         }
         if reason is None:
             plain_s = statistics.median(plain[op])
