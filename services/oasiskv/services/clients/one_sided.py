@@ -91,11 +91,14 @@ class OneSidedPool:
             TransferTimeoutError: The service did not answer in time; `out` may be written to until `close`.
         """
 
-        def carry(chunk: slice) -> None:
-            self._start(block_ids[chunk], first_part, out[chunk], is_read=True).wait(timeout_s)
+        def begin(chunk: slice) -> Transfer:
+            return self._start(block_ids[chunk], first_part, out[chunk], is_read=True)
+
+        def finish(chunk: slice, transfer: Transfer) -> None:
+            transfer.wait(timeout_s)
             on_chunk(chunk)
 
-        self._in_lanes(self._chunks(out), carry)
+        self._in_lanes(self._chunks(out), begin, finish)
         return self.generations(block_ids, timeout_s) if self.reads_generations else None
 
     def write(
@@ -109,32 +112,42 @@ class OneSidedPool:
         """Copy parts of blocks to the service, `data` as `out` of `read`, with `on_chunk` meanwhile; raises as it."""
         self._agent.require(data)  # before anything is noted of bytes that will not go
 
-        def carry(chunk: slice) -> None:
-            transfer = self._start(block_ids[chunk], first_part, data[chunk], is_read=False)
-            try:
-                on_chunk(chunk)
-                transfer.wait(timeout_s)
-            finally:
-                transfer.cancel()
+        def begin(chunk: slice) -> Transfer:
+            return self._start(block_ids[chunk], first_part, data[chunk], is_read=False)
 
-        self._in_lanes(self._chunks(data), carry)
+        def finish(chunk: slice, transfer: Transfer) -> None:
+            on_chunk(chunk)
+            transfer.wait(timeout_s)
 
-    def _in_lanes(self, chunks: list[slice], carry: Callable[[slice], None]) -> None:
+        self._in_lanes(self._chunks(data), begin, finish)
+
+    def _in_lanes(
+        self, chunks: list[slice], begin: Callable[[slice], Transfer], finish: Callable[[slice, Transfer], None]
+    ) -> None:
         """Carry chunks out in two threads, this one and the pool's; both have ended on return, whatever happened.
 
-        So one chunk is hashed while another moves; and where UCX copies within the call that starts a transfer, two
-        cores copy.
+        So one chunk is hashed while others move; and where UCX copies within the call that starts a transfer, two
+        cores copy. A thread begins its next chunk before it finishes one, so that the network never waits for it.
         """
         waiting = iter(chunks)
 
         def lane() -> None:
+            under_way: list[tuple[slice, Transfer]] = []
             try:
                 for chunk in waiting:
-                    carry(chunk)
+                    under_way.append((chunk, begin(chunk)))
+                    if len(under_way) > 1:
+                        finish(*under_way[0])
+                        del under_way[0]
+                for one in under_way:
+                    finish(*one)
             except BaseException:
                 for _ in waiting:  # the other lane begins nothing more
                     pass
                 raise
+            finally:
+                for _, transfer in under_way:
+                    transfer.cancel()
 
         other = self._thread.submit(lane) if len(chunks) > 1 else None
         try:
