@@ -98,7 +98,7 @@ class OneSidedPool:
             transfer.wait(timeout_s)
             on_chunk(chunk)
 
-        self._in_lanes(self._chunks(out), begin, finish)
+        in_lanes(self._chunks(out), begin, finish, self._thread)
         return self.generations(block_ids, timeout_s) if self.reads_generations else None
 
     def write(
@@ -119,44 +119,7 @@ class OneSidedPool:
             on_chunk(chunk)
             transfer.wait(timeout_s)
 
-        self._in_lanes(self._chunks(data), begin, finish)
-
-    def _in_lanes(
-        self, chunks: list[slice], begin: Callable[[slice], Transfer], finish: Callable[[slice, Transfer], None]
-    ) -> None:
-        """Carry chunks out in two threads, this one and the pool's; both have ended on return, whatever happened.
-
-        So one chunk is hashed while others move; and where UCX copies within the call that starts a transfer, two
-        cores copy. A thread begins its next chunk before it finishes one, so that the network never waits for it.
-        """
-        waiting = iter(chunks)
-
-        def lane() -> None:
-            under_way: list[tuple[slice, Transfer]] = []
-            try:
-                for chunk in waiting:
-                    under_way.append((chunk, begin(chunk)))
-                    if len(under_way) > 1:
-                        finish(*under_way[0])
-                        del under_way[0]
-                for one in under_way:
-                    finish(*one)
-            except BaseException:
-                for _ in waiting:  # the other lane begins nothing more
-                    pass
-                raise
-            finally:
-                for _, transfer in under_way:
-                    transfer.cancel()
-
-        other = self._thread.submit(lane) if len(chunks) > 1 else None
-        try:
-            lane()
-        finally:
-            if other is not None:
-                wait([other])
-        if other is not None:
-            other.result()
+        in_lanes(self._chunks(data), begin, finish, self._thread)
 
     def generations(self, block_ids: NDArray[np.uint64], timeout_s: float) -> NDArray[np.uint64]:
         """Return the generations of blocks, `[n]`, as they are now; raises as `read`."""
@@ -210,3 +173,50 @@ class OneSidedPool:
             remote_addresses=self._blocks_address + offsets,
             num_bytes=piece_bytes,
         )
+
+
+def in_lanes(
+    chunks: list[slice],
+    begin: Callable[[slice], Transfer],
+    finish: Callable[[slice, Transfer], None],
+    thread: ThreadPoolExecutor,
+) -> None:
+    """Carry chunks out in two threads, this one and another; both have ended on return, whatever happened.
+
+    So one chunk is hashed while others move; and where UCX copies within the call that starts a transfer, two
+    cores copy. A thread begins its next chunk before it finishes one, so that the network never waits for it.
+
+    Args:
+        chunks: What is to be copied.
+        begin: Starts the transfer of a chunk.
+        finish: Does what is to be done with a chunk beside its transfer, and waits for that.
+        thread: Has one thread, the other one.
+    """
+    waiting = iter(chunks)
+
+    def lane() -> None:
+        under_way: list[tuple[slice, Transfer]] = []
+        try:
+            for chunk in waiting:
+                under_way.append((chunk, begin(chunk)))
+                if len(under_way) > 1:
+                    finish(*under_way[0])
+                    del under_way[0]
+            for one in under_way:
+                finish(*one)
+        except BaseException:
+            for _ in waiting:  # the other lane begins nothing more
+                pass
+            raise
+        finally:
+            for _, transfer in under_way:
+                transfer.cancel()
+
+    other = thread.submit(lane) if len(chunks) > 1 else None
+    try:
+        lane()
+    finally:
+        if other is not None:
+            wait([other])
+    if other is not None:
+        other.result()
