@@ -1,6 +1,7 @@
 """Marks tests by their folder, and skips with a reason what this host cannot run."""
 
 import os
+import signal
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -37,6 +38,9 @@ def pytest_configure() -> None:
     # Triton decides when a kernel is decorated, so this must be set before the first kernel module is imported.
     if why_no_cuda() is not None:
         os.environ.setdefault("TRITON_INTERPRET", "1")
+    # A shell starts background jobs with SIGINT ignored, and so would be every program that a test interrupts.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -90,15 +90,13 @@ def test_a_server_streams_answers_publishes_its_counts_and_leaves_nothing_on_ctr
         check_metrics(read_metrics(port), answer)
         again, _ = ask_about_the_text(port, "small")
         assert again.text == answer.text
-    except BaseException:
+        server.send_signal(signal.SIGINT)
+        assert server.wait(60) == 130
+        assert server.stderr.read().splitlines()[-1] == "stopping"
+        wait_until_gone(session)
+    finally:
         server.terminate()
         server.communicate()
-        raise
-    server.send_signal(signal.SIGINT)
-    assert server.wait(60) == 130
-    assert server.stderr.read().splitlines()[-1] == "stopping"
-    server.stderr.close()
-    wait_until_gone(session)
 
 
 def wait_until_gone(session: int) -> None:
