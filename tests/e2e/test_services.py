@@ -291,6 +291,24 @@ def test_a_cancelled_stream_releases_everything(cluster: Cluster) -> None:
     cluster.run(check)
 
 
+def test_a_request_that_is_over_its_deadline_ends_and_releases_everything(cluster: Cluster) -> None:
+    async def check(stubs: Stubs) -> None:
+        prompt = pb.Prompt(token_ids=pb.TokenIds(ids=PROMPTS[1]))
+        request = decode_pb2.GenerateRequest(prompt=prompt, sampling=pb.Sampling(temperature=0.0, max_tokens=600))
+        with pytest.raises(grpc.aio.AioRpcError) as failure:
+            async for _ in stubs.decode.Generate(request, timeout=1.0):
+                pass
+        assert failure.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await stubs.until_idle()
+        message = prefill_pb2.PrefillRequest(request_id="late", prompt=prompt, sampling=pb.Sampling(temperature=0.0))
+        with pytest.raises(grpc.aio.AioRpcError) as failure:
+            await stubs.prefill.Prefill(message, timeout=0.001)
+        assert failure.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await stubs.until_idle()
+
+    cluster.run(check)
+
+
 def test_an_aborted_request_ends_with_its_error_after_right_tokens(cluster: Cluster) -> None:
     async def check(stubs: Stubs) -> None:
         prompt = pb.Prompt(token_ids=pb.TokenIds(ids=PROMPTS[0]))

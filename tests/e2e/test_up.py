@@ -5,7 +5,6 @@ import http.client
 import json
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -28,10 +27,12 @@ from oasiskv.engine.testing import write_tiny_model
 from oasiskv.protos.decode.v1 import decode_pb2, decode_pb2_grpc
 from oasiskv.protos.generation.v1 import generation_pb2
 from oasiskv.protos.inference.v2 import inference_pb2, inference_pb2_grpc
+from oasiskv.protos.prefill.v1 import prefill_pb2, prefill_pb2_grpc
 
 pytestmark = pytest.mark.timeout(900)
 
-DOCUMENT = Path(__file__).parents[2] / "docs/requests.md"
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [ROOT / "README.md", ROOT / "docs/requests.md"]
 LONG = "The Nile, the Rhine and the Rhone are rivers, and so are the Seine and the Thames; the Baikal is a lake. " * 4
 """More bytes, which are its tokens, than stay dense."""
 TEMPLATE = (
@@ -73,6 +74,9 @@ http_address = "127.0.0.1:0"
 oip_address = "127.0.0.1:0"
 model_name = "smollm2-135m"
 drain_s = 120.0
+[decode.http_arguments]
+enable_auto_tool_choice = true
+tool_call_parser = "hermes"
 """
 
 
@@ -250,6 +254,32 @@ def test_the_openai_client_gets_chats_tools_and_structure(up: Up) -> None:
     settle(up)
 
 
+def test_the_openai_client_gets_a_call_of_a_tool(up: Up) -> None:
+    parameters = {
+        "type": "object",
+        "properties": {"city": {"enum": ["Rome"]}},
+        "required": ["city"],
+        "additionalProperties": False,
+    }
+    tool: Any = {"type": "function", "function": {"name": "weather", "strict": True, "parameters": parameters}}
+    with up.client() as client:
+        answer = client.chat.completions.create(
+            model="smollm2-135m",
+            messages=[{"role": "user", "content": "How warm is Rome?"}],
+            tools=[tool],
+            tool_choice={"type": "function", "function": {"name": "weather"}},
+            # So hot that the model does not stay with white space, of which the grammar allows any amount.
+            temperature=100.0,
+            seed=0,
+            max_tokens=400,
+        )
+    calls: Any = answer.choices[0].message.tool_calls
+    (call,) = calls
+    assert (call.type, call.function.name) == ("function", "weather")
+    assert json.loads(call.function.arguments) == {"city": "Rome"}
+    settle(up)
+
+
 @pytest.mark.parametrize("after", [0, 1, 5])
 def test_a_stream_that_is_left_releases_everything(up: Up, after: int) -> None:
     with up.client() as client:
@@ -302,20 +332,55 @@ def test_a_request_that_is_left_by_another_front_releases_everything(up: Up, fro
 
 
 def test_the_documented_curl_lines_are_answered(up: Up) -> None:
-    blocks = re.findall(r"```console\n(.*?)```", DOCUMENT.read_text(), flags=re.DOTALL)
+    blocks = [
+        block for path in DOCUMENTS for block in re.findall(r"```console\n(.*?)```", path.read_text(), flags=re.DOTALL)
+    ]
     lines = [
         line for block in blocks for line in re.split(r"^\$ ", block, flags=re.MULTILINE) if line.startswith("curl")
     ]
-    assert len(lines) >= 10
+    assert len(lines) >= 12
     for line in lines:
-        command = shlex.split(line.replace("http://localhost:8000", up.url))
-        done = subprocess.run([*command, "--fail-with-body"], capture_output=True, text=True, timeout=120, check=False)
+        command = line.replace("curl", "curl --fail-with-body", 1).replace("http://localhost:8000", up.url)
+        done = subprocess.run(
+            ["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, timeout=120, check=False
+        )
         assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
         if '"stream": true' in line:
             assert done.stdout.rstrip().endswith("data: [DONE]")
+        elif "| grep" in line:
+            assert "oasiskv_host_blocks_held" in done.stdout
         else:
             assert "error" not in json.loads(done.stdout), done.stdout
     settle(up)
+
+
+def test_chats_are_taken_over_grpc_by_both_services(up: Up) -> None:
+    content = LONG + "Name three."
+    with up.client() as client:
+        chat = client.chat.completions.create(
+            model="smollm2-135m",
+            messages=[{"role": "user", "content": content}],
+            max_tokens=12,
+            temperature=0,
+            extra_body={"ignore_eos": True},
+        )
+    messages = [generation_pb2.ChatMessage(role="user", content=content)]
+    prompt = generation_pb2.Prompt(messages=generation_pb2.ChatMessages(messages=messages))
+    sampling = generation_pb2.Sampling(temperature=0.0, max_tokens=12, ignore_eos=True)
+    with grpc.insecure_channel(f"127.0.0.1:{up.port('decode', 'listens')}") as channel:
+        generate = decode_pb2.GenerateRequest(prompt=prompt, sampling=sampling)
+        answers = list(decode_pb2_grpc.DecodeStub(channel).Generate(generate, timeout=120))
+    assert "".join(answer.text for answer in answers) == chat.choices[0].message.content
+    with grpc.insecure_channel(f"127.0.0.1:{up.port('prefill', 'listens')}") as channel:
+        request = prefill_pb2.PrefillRequest(request_id="chat", prompt=prompt, sampling=sampling)
+        begun = prefill_pb2_grpc.PrefillStub(channel).Prefill(request, timeout=120)
+    assert begun.first_token_id == answers[0].token_ids[0]
+    assert chat.usage is not None
+    usage = answers[-1].usage
+    assert (usage.prompt_tokens, usage.completion_tokens) == (chat.usage.prompt_tokens, 12)
+    assert len(begun.prompt_token_ids) == begun.usage.prompt_tokens == usage.prompt_tokens
+    assert (begun.usage.completion_tokens, begun.handover.num_tokens) == (1, usage.prompt_tokens)
+    settle(up)  # once the time of the handle is over, which nobody takes
 
 
 def test_the_open_inference_protocol_is_spoken_by_the_whole(up: Up) -> None:

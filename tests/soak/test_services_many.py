@@ -1,44 +1,40 @@
-"""Two prefill and two decode services as processes, and a drafter on the decode side alone."""
+"""Two prefill and two decode services as processes, the latter with other ranks, with and without a drafter."""
 
-import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from oasiskv.cli.testing import LOCAL, PROMPTS, complete, file_text, metric, running, write_model
-from oasiskv.engine.testing import write_tiny_eagle3
+from oasiskv.cli.testing import LOCAL, complete, eagle3, file_text, metric, prompts, running, write_model
 
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = pytest.mark.timeout(1800)
 
 
-def test_two_of_each_with_other_ranks_give_the_tokens_of_one_engine_and_share_prefixes(tmp_path: Path) -> None:
-    text = file_text(write_model(tmp_path / "model"), tp_size=3)
-    with running(tmp_path, text, prefills=2, decodes=2) as processes:
-        prefills = [process for process in processes if process.role == "prefill"]
-        decodes = [process for process in processes if process.role == "decode"]
-        for prompt in PROMPTS:
-            whole = complete(decodes[0], prompt, **LOCAL)
-            assert [complete(decode, prompt) for decode in decodes] == [whole, whole]
+@pytest.mark.parametrize("has_drafter", [False, True])
+def test_two_of_each_with_other_ranks_give_the_tokens_of_one_engine_and_share_prefixes(
+    tmp_path: Path, has_drafter: bool
+) -> None:
+    model, asked = write_model(tmp_path / "model"), prompts()
+    both = {"engine": {"arguments": {"speculative_config": eagle3(model)}}} if has_drafter else {}
+    changes = {f"{role}-{index}": {role: both} for role in ("prefill", "decode") for index in range(2)}
+    text = file_text(model, tp_size=3, num_layers=4 if has_drafter else 3)
+    with running(tmp_path, text, changes, prefills=2, decodes=2) as processes:
+        prefills = [process for process in processes.values() if process.role == "prefill"]
+        decodes = [process for process in processes.values() if process.role == "decode"]
+        whole = [complete(decodes[0], prompt, **LOCAL) for prompt in asked]
+        for prompt, expected in zip(asked, whole, strict=True):
+            assert [complete(decode, prompt) for decode in decodes] == [expected, expected]
         handed = [metric(process, "oasiskv_prefill_handovers_total") for process in prefills]
-        assert sum(handed) == 2 * len(PROMPTS)
+        assert sum(handed) == 2 * len(asked)
         # The second time a prompt comes, all of it but its end is in staging.
         loaded = sum(metric(process, "oasiskv_prefill_loaded_tokens_total") for process in prefills)
-        assert loaded == sum((len(prompt) - 1) // 16 * 16 for prompt in PROMPTS)
-
-
-@pytest.mark.parametrize(("side", "num_layers"), [("decode.engine", 3), ("engine", 4)])
-def test_a_drafter_on_the_decode_side_alone_or_on_both_looks_ahead(tmp_path: Path, side: str, num_layers: int) -> None:
-    model = write_model(tmp_path / "model")
-    draft = json.dumps(str(write_tiny_eagle3(tmp_path / "eagle3", model)))
-    rest = f"[{side}.arguments.speculative_config]\nmethod = 'eagle3'\nmodel = {draft}\nnum_speculative_tokens = 1\n"
-    with running(tmp_path, file_text(model, num_layers=num_layers, rest=rest)) as processes:
-        (process,) = [process for process in processes if process.role == "decode"]
-        texts = [complete(process, prompt) for prompt in PROMPTS]
-        assert [complete(process, prompt) for prompt in PROMPTS] == texts
-        whole = [complete(process, prompt, **LOCAL) for prompt in PROMPTS]
-        if side == "engine":  # the same drafter saw the same tokens
-            assert texts == whole
-        else:
-            assert [text.split("w")[1] for text in texts] == [text.split("w")[1] for text in whole]
-        assert metric(process, "oasiskv_decode_handovers_total") == 2 * len(PROMPTS)
-        assert metric(process, "oasiskv_lookahead_draft_total") > 0
+        assert loaded == sum((len(prompt) - 1) // 16 * 16 for prompt in asked)
+        for decode in decodes:
+            assert (metric(decode, "oasiskv_lookahead_draft_total") > 0) == has_drafter
+        # Many at a time, from both: each ends, and no prompt is computed where it is decoded.
+        many = prompts(*[250] * 12, seed=1)
+        with ThreadPoolExecutor(6) as pool:
+            answers = list(pool.map(complete, decodes * 6, many))
+        assert all(answer.count("w") == 24 for answer in answers)
+        assert sum(metric(decode, "oasiskv_decode_handovers_total", "recomputed") for decode in decodes) == 0
+        assert sum(metric(decode, "oasiskv_decode_handovers_total", "handed_over") for decode in decodes) == 6 + 12

@@ -4,18 +4,22 @@ import contextlib
 import json
 import os
 import re
+import tomllib
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import openai
 
 from oasiskv.cli.cluster import Cluster, child_environment
-from oasiskv.cli.services_file import Process, split
-from oasiskv.engine.testing import random_requests, write_tiny_model, write_word_tokenizer
+from oasiskv.cli.services_file import Process, split, toml
+from oasiskv.engine.testing import random_requests, write_tiny_eagle3, write_tiny_model, write_word_tokenizer
 
-PROMPTS = [request["prompt"] for request in random_requests([201, 347, 256], 1, vocab_size=192)]
+VOCAB_SIZE = 192
+NUM_TOKENS = 24
+"""Of each answer."""
 
 LOCAL = {"min_tokens": 1}
 """Asks for what depends on earlier tokens, so the whole request is computed by the decode service."""
@@ -57,9 +61,21 @@ model_name = "tiny"
 
 def write_model(folder: Path) -> Path:
     """Write a model with three KV heads, as SmolLM2 has, and a tokenizer that knows the words w0 to w191."""
-    write_tiny_model(folder, num_layers=3, num_heads=6, num_kv_heads=3, hidden_size=96, vocab_size=192)
-    write_word_tokenizer(folder, 192)
+    write_tiny_model(folder, num_layers=3, num_heads=6, num_kv_heads=3, hidden_size=96, vocab_size=VOCAB_SIZE)
+    write_word_tokenizer(folder, VOCAB_SIZE)
     return folder
+
+
+def eagle3(model: Path) -> dict[str, Any]:
+    """Write a drafter beside a model, and return what an engine is told of it."""
+    folder = write_tiny_eagle3(model.with_name(f"{model.name}-eagle3"), model)
+    return {"method": "eagle3", "model": str(folder), "num_speculative_tokens": 1}
+
+
+def prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
+    """Return random prompts of these lengths; another seed shares no block with this one."""
+    requests = random_requests(lengths or (201, 347, 256), 1, vocab_size=VOCAB_SIZE, prompt_seed=seed)
+    return [request["prompt"] for request in requests]
 
 
 def file_text(model: Path, *, tp_size: int = 1, num_layers: int = 3, rest: str = "") -> str:
@@ -68,28 +84,57 @@ def file_text(model: Path, *, tp_size: int = 1, num_layers: int = 3, rest: str =
     return FILE % values + rest
 
 
+def merged(tables: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return tables with others laid over them."""
+    both = tables.keys() & changes.keys()
+    inner = {name: merged(tables[name], changes[name]) for name in both if isinstance(changes[name], Mapping)}
+    return {**tables, **changes, **inner}
+
+
 @contextlib.contextmanager
-def running(folder: Path, text: str, **counts: int) -> Iterator[list[Process]]:
-    """Start services and wait until they are ready; where a `with` block fails, their logs are printed."""
-    processes = split(text, folder, **counts)
+def running(
+    folder: Path, text: str, changes: Mapping[str, Mapping[str, Any]] | None = None, **counts: int
+) -> Iterator[dict[str, Process]]:
+    """Start services and wait until they are ready; where a `with` block fails, their logs are printed.
+
+    Args:
+        folder: For sockets.
+        text: Settings of all of them.
+        changes: By the name of a process, tables that are laid over what the file says.
+        **counts: `stagings`, `prefills` and `decodes`.
+
+    Yields:
+        The processes by their names.
+    """
+    processes = [
+        replace(process, config=toml(merged(tomllib.loads(process.config), (changes or {}).get(process.name, {}))))
+        for process in split(text, folder, **counts)
+    ]
     chosen = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
     environment, lines = child_environment(os.environ | chosen, "/"), list[str]()
     with Cluster(processes, environment, lines.append, is_verbose=True) as cluster:
         try:
-            cluster.wait_ready(400)
-            yield processes
+            cluster.wait_ready(800)
+            yield {process.name: process for process in processes}
         except BaseException:
             print("\n".join(lines[-80:]))
             raise
 
 
 def complete(process: Process, prompt: list[int], **more: Any) -> str:
-    """Return the 24 words that a decode service answers."""
+    """Return the words that a decode service answers."""
     with openai.OpenAI(base_url=f"http://{process.http_address}/v1", api_key="none") as client:
-        whole = client.completions.create(model="tiny", prompt=prompt, max_tokens=24, temperature=0, extra_body=more)
+        whole = client.completions.create(
+            model="tiny", prompt=prompt, max_tokens=NUM_TOKENS, temperature=0, extra_body=more
+        )
     assert whole.usage is not None
-    assert whole.usage.completion_tokens == 24
+    assert whole.usage.completion_tokens == NUM_TOKENS
     return whole.choices[0].text
+
+
+def address(process: Process) -> str:
+    """Return where a service answers gRPC."""
+    return str(tomllib.loads(process.config)[process.role]["address"])
 
 
 def metric(process: Process, name: str, labels: str = "") -> float:

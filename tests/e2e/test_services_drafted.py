@@ -1,0 +1,114 @@
+"""One prefill and one decode service as processes with a drafter on both sides, and what `oasiskv bench` does of such.
+
+The commands' own starts of services are tested in `tests/soak`; here they measure the ones that run already.
+"""
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from oasiskv.cli import disagg_services, threshold
+from oasiskv.cli.main import main
+from oasiskv.cli.services_file import Process
+from oasiskv.cli.testing import LOCAL, complete, eagle3, file_text, metric, prompts, running, write_model
+
+pytestmark = pytest.mark.timeout(600)
+
+NUM_LAYERS = 4
+"""Three of the model, one of the drafter."""
+PART_MIB = 3 * 16 * 2 * 32 * 4 / 2**20
+"""One layer of a block: 3 KV heads, 16 tokens, K and V of 32 in float32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Services:
+    model: Path
+    prefill: Process
+    decode: Process
+
+
+@pytest.fixture(scope="module")
+def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
+    folder = tmp_path_factory.mktemp("drafted")
+    model = write_model(folder / "model")
+    both = {"engine": {"arguments": {"speculative_config": eagle3(model)}}}
+    with running(folder, file_text(model, num_layers=NUM_LAYERS), {"prefill": both, "decode": both}) as processes:
+        yield Services(model=model, prefill=processes["prefill"], decode=processes["decode"])
+
+
+Serving = Callable[[Any, int], "contextlib.AbstractContextManager[Process]"]
+
+
+@pytest.fixture
+def serving(services: Services) -> Serving:
+    """Return what stands in the place of `disagg_services.serving`."""
+
+    @contextlib.contextmanager
+    def running_already(launch: Any, concurrency: int) -> Iterator[Process]:
+        assert Path(launch.model.path) == services.model
+        assert concurrency >= 1
+        yield services.decode
+
+    return running_already
+
+
+def test_a_drafter_whose_kv_crosses_with_the_rest_sees_ahead_as_in_one_engine(services: Services) -> None:
+    decode, asked = services.decode, prompts()
+    handed = metric(decode, "oasiskv_decode_handovers_total")
+    loaded = metric(services.prefill, "oasiskv_prefill_loaded_tokens_total")
+    texts = [complete(decode, prompt) for prompt in asked]
+    again = [complete(decode, prompt) for prompt in asked]
+    assert texts == again == [complete(decode, prompt, **LOCAL) for prompt in asked]
+    assert metric(decode, "oasiskv_decode_handovers_total") - handed == 2 * len(asked)
+    assert metric(decode, "oasiskv_lookahead_draft_total") > 0
+    # The second time, the drafter's KV came from staging to the prefill service too.
+    num_loaded = metric(services.prefill, "oasiskv_prefill_loaded_tokens_total") - loaded
+    assert num_loaded == sum((len(prompt) - 1) // 16 * 16 for prompt in asked)
+
+
+def test_bench_disagg_counts_what_crosses(
+    services: Services, serving: Serving, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(disagg_services, "serving", serving)
+    command = ["bench", "disagg", "--model", str(services.model), "--context", "390", "--tokens", "20"]
+    command += ["--requests", "2", "--concurrency", "1", "--modes", "capped-0.1", "--no-plots"]
+    assert main([*command, "--out", str(tmp_path)]) == 0
+    (path,) = tmp_path.iterdir()
+    assert path.name.startswith("disagg-services-")
+    (row,) = json.loads(path.read_text())["rows"]
+    assert (row["mode"], row["requests"], row["handovers"]) == ("capped-0.1", 2, 2)
+    # 24 complete blocks and an active one; a budget of 6, so 6 to 18 blocks of a layer at first, and 2 pages, the
+    # active block and the map.
+    assert row["full_mib"] == pytest.approx(25 * NUM_LAYERS * PART_MIB)
+    assert (6 + 4) * NUM_LAYERS * PART_MIB <= row["admitted_mib"] <= (18 + 4) * NUM_LAYERS * PART_MIB
+    assert row["total_mib"] == row["admitted_mib"] + row["missed_mib"]
+    assert sum(row["network_mb_per_s"]) == pytest.approx(2 * row["total_mib"] * 2**20 / 1e6, rel=0.01)
+    assert row["ttft_s"] > 0
+    assert "capped-0.1" in capsys.readouterr().out
+
+
+def test_bench_threshold_answers_prompts_both_ways(
+    services: Services, serving: Serving, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(threshold, "serving", serving)
+    handed = metric(services.decode, "oasiskv_decode_handovers_total")
+    command = ["bench", "threshold", "--model", str(services.model), "--lengths", "60", "200", "390"]
+    assert main([*command, "--repeats", "2", "--budget-blocks", "6", "--out", str(tmp_path)]) == 0
+    (path,) = tmp_path.iterdir()
+    report = json.loads(path.read_text())
+    assert [row["length"] for row in report["rows"]] == [60, 200, 390]
+    short, *rest = report["rows"]
+    # The budget covers the short one, which so is never handed over.
+    assert (short["remote_first_s"], short["remote_second_s"]) == (None, None)
+    for row in report["rows"]:
+        assert 0 < row["local_first_s"] <= row["local_second_s"]
+    for row in rest:
+        assert 0 < row["remote_first_s"] <= row["remote_second_s"]
+    assert metric(services.decode, "oasiskv_decode_handovers_total") - handed == 2 * 3
+    assert report["suggested"] in (0, 200, 390)
+    assert f"local_prompt_tokens = {report['suggested']} " in capsys.readouterr().out
