@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
@@ -23,6 +24,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from oasiskv.cli.client import parse_metrics
+from oasiskv.cli.launch import free_port
 from oasiskv.core.errors import RequestAbortedError
 from oasiskv.core.fingerprint import Fingerprint
 from oasiskv.engine.testing import random_requests, write_tiny_model
@@ -178,22 +180,23 @@ num_layers = 3
 num_kv_heads = 2
 head_dim = 32
 """
-        config = folder / "prefill.toml"
-        config.write_text(
-            common + f'[prefill]\naddress = "127.0.0.1:0"\nstaging = "{staging.address}"\nhandle_ttl_s = 5\n'
-            'metrics_address = "127.0.0.1:0"\nrevision = "p7"\n'
-        )
+        prefill_port = free_port()  # so that both may load at the same time
+        own = {
+            "prefill": f'address = "127.0.0.1:{prefill_port}"\nhandle_ttl_s = 5\nrevision = "p7"\n',
+            "decode": f'address = "127.0.0.1:0"\nhttp_address = "127.0.0.1:0"\nrevision = "d7"\n'
+            f'prefills = ["127.0.0.1:{prefill_port}"]\n',
+        }
+        for name, text in own.items():
+            both = f'[{name}]\nstaging = "{staging.address}"\nmetrics_address = "127.0.0.1:0"\n'
+            (folder / f"{name}.toml").write_text(common + both + text)
         with contextlib.ExitStack() as processes:
-            prefill, (prefill_port, prefill_metrics) = start("prefill", config, folder)
-            processes.callback(stop, prefill, folder / "prefill.log")
-            config = folder / "decode.toml"
-            config.write_text(
-                common + '[decode]\naddress = "127.0.0.1:0"\nhttp_address = "127.0.0.1:0"\n'
-                f'staging = "{staging.address}"\nprefills = ["127.0.0.1:{prefill_port}"]\n'
-                'metrics_address = "127.0.0.1:0"\nrevision = "d7"\n'
-            )
-            decode, (decode_port, http_port, decode_metrics) = start("decode", config, folder)
-            processes.callback(stop, decode, folder / "decode.log")
+            with ThreadPoolExecutor() as pool:
+                starting = [(name, pool.submit(start, name, folder / f"{name}.toml", folder)) for name in own]
+            for name, started in starting:
+                if started.exception() is None:
+                    processes.callback(stop, started.result()[0], folder / f"{name}.log")
+            prefill, (_, prefill_metrics) = starting[0][1].result()
+            decode, (decode_port, http_port, decode_metrics) = starting[1][1].result()
             cluster = Cluster(
                 staging,
                 prefill,

@@ -91,6 +91,13 @@ def merged(tables: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
     return {**tables, **changes, **inner}
 
 
+def changed(process: Process, tables: Mapping[str, Any] | None) -> Process:
+    """Return the process with tables laid over its file, if there are any."""
+    if tables is None:
+        return process
+    return replace(process, config=toml(merged(tomllib.loads(process.config), tables)))
+
+
 @contextlib.contextmanager
 def running(
     folder: Path, text: str, changes: Mapping[str, Mapping[str, Any]] | None = None, **counts: int
@@ -106,10 +113,7 @@ def running(
     Yields:
         The processes by their names.
     """
-    processes = [
-        replace(process, config=toml(merged(tomllib.loads(process.config), (changes or {}).get(process.name, {}))))
-        for process in split(text, folder, **counts)
-    ]
+    processes = [changed(process, (changes or {}).get(process.name)) for process in split(text, folder, **counts)]
     chosen = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
     environment, lines = child_environment(os.environ | chosen, "/"), list[str]()
     with Cluster(processes, environment, lines.append, is_verbose=True) as cluster:
