@@ -70,6 +70,10 @@ class Cluster:
                     stop_timeout_s=process.drain_s + STOP_TIMEOUT_S,
                 )
                 self._servers[process.name] = resources.enter_context(server)
+                role = [one.name for one in self._processes if one.role == process.role]
+                if process.name == role[-1]:
+                    # Called before any of them is waited for, so that those of a role drain at the same time.
+                    resources.callback(self._ask_to_stop, role)
             self._resources = resources.pop_all()
         return self
 
@@ -133,6 +137,10 @@ class Cluster:
                 server.check()
             except EngineFailedError as error:
                 raise EngineFailedError(f"{name} ended: {error}") from error
+
+    def _ask_to_stop(self, names: Sequence[str]) -> None:
+        for name in names:
+            self._servers[name].ask_to_stop()
 
     def _prefixed(self, name: str) -> Show:
         return lambda line: self._show(f"{name:{self._width}} | {line}")

@@ -80,6 +80,7 @@ class Server:
         self._show = show
         self._is_verbose = is_verbose
         self._is_quiet = False
+        self._is_asked = False
         self._address = address
         self._log: Log = log or LogReader(least_level)
         self._stop_timeout_s = stop_timeout_s
@@ -151,15 +152,23 @@ class Server:
         assert self._process is not None
         raise self._failure(self._process.wait())
 
+    def ask_to_stop(self) -> None:
+        """Tell it once to end, and do not wait; `stop` does."""
+        if self._process is None or self._is_asked:
+            return
+        # How vLLM shuts down is of no interest, and the reason to stop was told before.
+        self._is_quiet = not self._is_verbose
+        self._is_asked = True
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGINT)
+
     def stop(self) -> None:
         """End every process of it: politely, then at once; safe to call again."""
         process = self._process
         if process is None:
             return
-        # How vLLM shuts down is of no interest, and the reason to stop was told before.
-        self._is_quiet = not self._is_verbose
+        self.ask_to_stop()
         if process.poll() is None:
-            process.send_signal(signal.SIGINT)
             # A second ctrl-C means "at once".
             with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
                 process.wait(self._stop_timeout_s)

@@ -216,18 +216,24 @@ note("start")
 print(f"oasiskv {role} listens on port 1", flush=True)
 stopped.wait()
 note("stop")
+while events.read_text().count(f"stop {role}") < settings["until_stopped"]:
+    stopped.clear()
+    stopped.wait(0.01)
 """
 
 
 @contextmanager
-def fake_cluster(tmp_path: Path, shown: list[str], fails: str = "") -> Iterator[Cluster]:
+def fake_cluster(tmp_path: Path, shown: list[str], fails: str = "", num_decodes: int = 1) -> Iterator[Cluster]:
+    """Start services that end when they are asked to, decode services once all of them were."""
     script = tmp_path / "service.py"
     script.write_text(textwrap.dedent(SERVICE))
     processes = []
-    for role in ("decode", "prefill", "staging"):
-        port = launch.free_port()
+    names = ["decode", *(f"decode-{index}" for index in range(1, num_decodes)), "prefill", "staging"]
+    for name in names:
+        role, port = name.partition("-")[0], launch.free_port()
         config = {"events": str(tmp_path / "events"), "port": port, "fails": role == fails}
-        processes.append(Process(role=role, name=role, config=json.dumps(config), metrics_port=port))
+        config["until_stopped"] = num_decodes if role == "decode" else 1
+        processes.append(Process(role=role, name=name, config=json.dumps(config), metrics_port=port))
     cluster = Cluster(
         processes,
         dict(os.environ),
@@ -256,6 +262,16 @@ def test_services_stop_in_order_and_nothing_is_left(tmp_path: Path) -> None:
     assert "staging | listens on port 1" in shown
     assert "decode  | listens on port 1" in shown
     assert len(pids) == 3
+    assert all(is_gone(pid) for pid in pids.values())
+
+
+def test_services_of_a_role_stop_together(tmp_path: Path) -> None:
+    with fake_cluster(tmp_path, [], num_decodes=3) as cluster:
+        pids = cluster.pids
+        cluster.wait_ready(60)
+    # Each ended by itself, which none does before all of them were asked to.
+    events = (tmp_path / "events").read_text().split("\n")
+    assert events[5:10] == ["stop decode"] * 3 + ["stop prefill", "stop staging"]
     assert all(is_gone(pid) for pid in pids.values())
 
 
