@@ -266,6 +266,19 @@ def test_a_handover_is_taken_once_all_its_writes_are_over(make: Make) -> None:
     assert outbox.staged_bytes == 11 * SHAPE.host_block_bytes + SHAPE.host_block_bytes
 
 
+def test_blocks_of_a_chunk_are_on_their_way_while_the_next_one_is_computed(make: Make) -> None:
+    sender, shelf = make(), Shelf()
+    sender.runtime.attach(shelf)
+    shelf.held = []
+    commands = StepCommands(host_blocks={"a": host_ids("a")}, stage={"a": "lease"})
+    sender.run(commands, [row("a", 0, 4 * BLOCK)])
+    for chunk in range(1, 4):
+        assert {index for _, index, _ in shelf.parts} == set(range(4 * (chunk - 1)))
+        store = {"a": (4 * (chunk - 1), 4 * chunk)}
+        sender.run(StepCommands(store=store), [row("a", 4 * chunk * BLOCK, 4 * BLOCK)])
+        assert not any(write.done() for write in shelf.held)
+
+
 def test_a_request_that_ended_before_its_switch_hands_nothing_over(make: Make) -> None:
     sender, shelf = make(), Shelf()
     sender.runtime.attach(shelf)
