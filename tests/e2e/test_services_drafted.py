@@ -1,6 +1,6 @@
-"""One prefill and one decode service as processes with a drafter on both sides, and what `oasiskv bench` does of such.
+"""Services as processes with a drafter on both sides: prefill, decode, and decode with all KV in the engine.
 
-The commands' own starts of services are tested in `tests/soak`; here they measure the ones that run already.
+`oasiskv bench` measures the first two here; that its commands start services of their own is tested in `tests/soak`.
 """
 
 import contextlib
@@ -15,14 +15,29 @@ import pytest
 from oasiskv.cli import disagg_services, threshold
 from oasiskv.cli.main import main
 from oasiskv.cli.services_file import Process
-from oasiskv.cli.testing import LOCAL, complete, eagle3, file_text, metric, prompts, running, write_model
+from oasiskv.cli.testing import (
+    LOCAL,
+    NUM_TOKENS,
+    VOCAB_SIZE,
+    complete,
+    eagle3,
+    file_text,
+    metric,
+    prompts,
+    running,
+    write_model,
+)
+from oasiskv.engine.testing import EngineProcess, random_requests
 
 pytestmark = pytest.mark.timeout(600)
 
 NUM_LAYERS = 4
 """Three of the model, one of the drafter."""
-PART_MIB = 3 * 16 * 2 * 32 * 4 / 2**20
+PART_BYTES = 3 * 16 * 2 * 32 * 4
 """One layer of a block: 3 KV heads, 16 tokens, K and V of 32 in float32."""
+PART_MIB = PART_BYTES / 2**20
+MARGIN = 1e-3
+"""Two logits closer than this may change places where sums of float32 run in another order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +45,8 @@ class Services:
     model: Path
     prefill: Process
     decode: Process
+    dense: Process
+    """Brings all KV into its engine."""
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +54,12 @@ def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
     folder = tmp_path_factory.mktemp("drafted")
     model = write_model(folder / "model")
     both = {"engine": {"arguments": {"speculative_config": eagle3(model)}}}
-    with running(folder, file_text(model, num_layers=NUM_LAYERS), {"prefill": both, "decode": both}) as processes:
-        yield Services(model=model, prefill=processes["prefill"], decode=processes["decode"])
+    dense = {"decode": {"engine": {**both["engine"], "lookahead": {"handover_mode": "dense"}}}}
+    changes = {"prefill": {"prefill": both}, "decode-0": {"decode": both}, "decode-1": dense}
+    with running(folder, file_text(model, num_layers=NUM_LAYERS), changes, decodes=2) as processes:
+        yield Services(
+            model=model, prefill=processes["prefill"], decode=processes["decode-0"], dense=processes["decode-1"]
+        )
 
 
 Serving = Callable[[Any, int], "contextlib.AbstractContextManager[Process]"]
@@ -57,18 +78,46 @@ def serving(services: Services) -> Serving:
     return running_already
 
 
+def handed_over(process: Process) -> float:
+    """Return how many prompts a decode service had computed elsewhere."""
+    return metric(process, "oasiskv_decode_handovers_total", 'outcome="handed_over"')
+
+
 def test_a_drafter_whose_kv_crosses_with_the_rest_sees_ahead_as_in_one_engine(services: Services) -> None:
     decode, asked = services.decode, prompts()
-    handed = metric(decode, "oasiskv_decode_handovers_total")
+    handed = handed_over(decode)
     loaded = metric(services.prefill, "oasiskv_prefill_loaded_tokens_total")
     texts = [complete(decode, prompt) for prompt in asked]
     again = [complete(decode, prompt) for prompt in asked]
     assert texts == again == [complete(decode, prompt, **LOCAL) for prompt in asked]
-    assert metric(decode, "oasiskv_decode_handovers_total") - handed == 2 * len(asked)
+    assert handed_over(decode) - handed == 2 * len(asked)
     assert metric(decode, "oasiskv_lookahead_draft_total") > 0
     # The second time, the drafter's KV came from staging to the prefill service too.
     num_loaded = metric(services.prefill, "oasiskv_prefill_loaded_tokens_total") - loaded
     assert num_loaded == sum((len(prompt) - 1) // 16 * 16 for prompt in asked)
+
+
+def test_kv_that_crossed_whole_gives_the_tokens_of_stock_vllm(services: Services, stock: EngineProcess) -> None:
+    # Oracle A: nothing is left out. The budget covers the last prompt, which so stays where it is in any mode.
+    requests = random_requests([201, 347, 256, 60], NUM_TOKENS, vocab_size=VOCAB_SIZE, prompt_seed=3, logprobs=2)
+    engine = {"model": str(services.model), "skip_tokenizer_init": True, "max_model_len": 1024, "block_size": 32}
+    num_ties, expected = 0, stock.run(engine, requests)
+    loaded = metric(services.dense, "oasiskv_loaded_bytes_total")
+    for process, some in ((services.dense, slice(0, 4)), (services.decode, slice(3, 4))):
+        before = handed_over(process)
+        for request, output in zip(requests[some], expected.outputs[some], strict=True):
+            got = [int(word) for word in complete(process, request["prompt"]).split("w")[1:]]
+            (theirs,) = output["completions"]
+            where = next((i for i, (a, b) in enumerate(zip(got, theirs["tokens"], strict=True)) if a != b), None)
+            if where is not None:
+                likeliest = sorted((value for _, value in theirs["logprobs"][where]), reverse=True)
+                assert likeliest[0] - likeliest[1] < MARGIN
+                num_ties += 1
+        assert handed_over(process) - before == len(requests[some]) - 1
+    assert num_ties <= 1
+    assert metric(services.dense, "oasiskv_switches_total") == 0
+    num_blocks = sum(len(request["prompt"]) // 16 for request in requests[:3])
+    assert metric(services.dense, "oasiskv_loaded_bytes_total") - loaded == num_blocks * NUM_LAYERS * PART_BYTES
 
 
 def test_bench_disagg_counts_what_crosses(
@@ -96,7 +145,7 @@ def test_bench_threshold_answers_prompts_both_ways(
     services: Services, serving: Serving, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(threshold, "serving", serving)
-    handed = metric(services.decode, "oasiskv_decode_handovers_total")
+    handed = handed_over(services.decode)
     command = ["bench", "threshold", "--model", str(services.model), "--lengths", "60", "200", "390"]
     assert main([*command, "--repeats", "2", "--budget-blocks", "6", "--out", str(tmp_path)]) == 0
     (path,) = tmp_path.iterdir()
@@ -109,6 +158,6 @@ def test_bench_threshold_answers_prompts_both_ways(
         assert 0 < row["local_first_s"] <= row["local_second_s"]
     for row in rest:
         assert 0 < row["remote_first_s"] <= row["remote_second_s"]
-    assert metric(services.decode, "oasiskv_decode_handovers_total") - handed == 2 * 3
+    assert handed_over(services.decode) - handed == 2 * 3
     assert report["suggested"] in (0, 200, 390)
     assert f"local_prompt_tokens = {report['suggested']} " in capsys.readouterr().out

@@ -30,13 +30,13 @@ model = %(model)s
 [engine.lookahead]
 budget_blocks = 6
 switch = "early"
-host_pool_bytes = "64MiB"
+host_pool_bytes = "16MiB"
 debug_verify = true
 [engine.arguments]
 max_model_len = 1024
 max_num_seqs = 4
 enforce_eager = true
-kv_cache_memory_bytes = 134217728
+kv_cache_memory_bytes = 16777216
 [fingerprint]
 model_hash = "tiny"
 dtype = "float32"
