@@ -53,9 +53,9 @@ class Services:
 def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
     folder = tmp_path_factory.mktemp("drafted")
     model = write_model(folder / "model")
-    both = {"engine": {"arguments": {"speculative_config": eagle3(model)}}}
+    both: dict[str, Any] = {"engine": {"arguments": {"speculative_config": eagle3(model)}}}
     dense = {"decode": {"engine": {**both["engine"], "lookahead": {"handover_mode": "dense"}}}}
-    changes = {"prefill": {"prefill": both}, "decode-0": {"decode": both}, "decode-1": dense}
+    changes: dict[str, dict[str, Any]] = {"prefill": {"prefill": both}, "decode-0": {"decode": both}, "decode-1": dense}
     with running(folder, file_text(model, num_layers=NUM_LAYERS), changes, decodes=2) as processes:
         yield Services(
             model=model, prefill=processes["prefill"], decode=processes["decode-0"], dense=processes["decode-1"]
