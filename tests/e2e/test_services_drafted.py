@@ -83,7 +83,7 @@ def handed_over(process: Process) -> float:
     return metric(process, "oasiskv_decode_handovers_total", 'outcome="handed_over"')
 
 
-def test_a_drafter_whose_kv_crosses_with_the_rest_looks_ahead_and_tokens_are_the_same_each_time(
+def test_a_drafter_whose_kv_crosses_looks_ahead_and_tokens_are_the_same_each_time(
     services: Services,
 ) -> None:
     decode, asked = services.decode, prompts()
