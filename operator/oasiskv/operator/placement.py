@@ -116,20 +116,24 @@ def _offers(name: str, node: Node) -> bool:
 
 def _pack(nodes: Sequence[Node], groups: Sequence[tuple[int, Mapping[str, Fraction]]]) -> tuple[int, str]:
     """Return how many pods fit, first fit, and what most nodes lack for the first that does not."""
-    free = [
-        {name: amount - node.used.get(name, Fraction()) for name, amount in node.allocatable.items()} for node in nodes
-    ]
+    names = {name for _, pod in groups for name in pod}
+    free: list[dict[str, Fraction]] = []  # of the nodes that were looked at: first fit seldom looks at all
     num_fitting, lacking = 0, ""
     for number, pod in sorted(groups, key=lambda group: sorted(group[1].items()), reverse=True):
         left = number
-        for room in free:
-            here = min(left, *(max(0, int(room.get(name, Fraction()) // amount)) for name, amount in pod.items()))
+        for place, node in enumerate(nodes):
+            if place == len(free):
+                free.append(
+                    {name: node.allocatable.get(name, Fraction()) - node.used.get(name, Fraction()) for name in names}
+                )
+            room = free[place]
+            here = min(left, *(max(0, int(room[name] // amount)) for name, amount in pod.items()))
             for name, amount in pod.items():
-                room[name] = room.get(name, Fraction()) - here * amount
+                room[name] -= here * amount
             left -= here
             if not left:
                 break
         num_fitting += number - left
         if left and not lacking:
-            lacking = max(sorted(pod), key=lambda name: sum(room.get(name, 0) < pod[name] for room in free))
+            lacking = max(sorted(pod), key=lambda name: sum(room[name] < pod[name] for room in free))
     return num_fitting, lacking
