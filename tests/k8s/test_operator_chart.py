@@ -76,14 +76,21 @@ def test_from_an_empty_namespace_to_a_served_model_and_back(
     wait_for(lambda: not plane.get(f"{OWNED},pods", "-n", namespace, "-l", "oasiskv.io/service")["items"], "nothing")
     # Not afterwards: its role goes before it has ended, and then it cannot give the Lease back.
     assert forbidden(plane)[num_forbidden:] == []
+    assert len(wide(plane, system)) == 2
     helm.check("uninstall", "oasiskv", f"--namespace={system}", "--wait")
     # The Lease is the operator's own. The rest every namespace has.
     left = {"Lease/oasiskv-operator", "ServiceAccount/default", "ConfigMap/kube-root-ca.crt"}
     wait_for(lambda: names(plane, system) == left, "nothing that the chart made")
-    assert not plane.get("clusterroles,clusterrolebindings", "-l", "app.kubernetes.io/instance=oasiskv")["items"]
+    assert wide(plane, system) == []
     assert kubelet.errors == []
 
 
 def names(plane: ControlPlane, namespace: str) -> set[str]:
     """Return what there is of the kinds that a chart makes."""
     return {f"{each['kind']}/{each['metadata']['name']}" for each in plane.get(OURS, "-n", namespace)["items"]}
+
+
+def wide(plane: ControlPlane, namespace: str) -> list[str]:
+    """Return the roles of the cluster, and their bindings, that a release in a namespace made."""
+    found = plane.get("clusterroles,clusterrolebindings", "-l", "app.kubernetes.io/instance=oasiskv")["items"]
+    return [name for each in found if (name := each["metadata"]["name"]).startswith(f"{namespace}-")]

@@ -139,8 +139,9 @@ def test_what_staging_holds_at_a_rollout_is_at_the_next_one_and_its_leases_are_s
                 return False
             return True
 
-    async def scenario() -> None:
-        async with StagingClient(address) as client:
+    async def scenario(old: str) -> None:
+        # A connection to the Service that broke would go on to the next one.
+        async with StagingClient(old) as client:
             writer = await register(client)
             await writer.release(await writer.stage(content))
             held = await writer.lease(*names[:3])
@@ -149,6 +150,8 @@ def test_what_staging_holds_at_a_rollout_is_at_the_next_one_and_its_leases_are_s
             plane.check("patch", "oks", "chat", "-n", namespace, "--type=merge", "-p", change)
             async with asyncio.timeout(120):
                 while not await found_at_the_next(epoch):
+                    renewal = staging_pb2.RenewRequest(peer_id=writer.peer_id, ttl_ms=60_000)
+                    assert not (await client.call(client.stub.Renew, renewal)).lost_lease_ids
                     await asyncio.sleep(0.3)
             # The one that goes still serves who reads in it.
             assert kubelet.codes == {}
@@ -156,7 +159,7 @@ def test_what_staging_holds_at_a_rollout_is_at_the_next_one_and_its_leases_are_s
             np.testing.assert_array_equal((await writer.read(held.lease_id, 3))[2], content[names[2]])
             await writer.release(held.lease_id)
 
-    asyncio.run(scenario())
+    asyncio.run(scenario(kubelet.where(namespace, service, STAGING_PORT)))
     wait_for(lambda: kubelet.codes, "the old one to end")
     wait_for(lambda: is_settled(plane, namespace, "chat"), "the next one to be all there is")
     assert kubelet.num_starts(namespace) == 1  # of those that are left

@@ -4,10 +4,13 @@ import contextlib
 import socket
 import socketserver
 import threading
+import time
 import urllib.error
 from collections.abc import Callable
 
 CONNECT_S = 5.0
+READY_S = 20.0
+"""How long a connection waits for a ready pod; on a busy machine a probe may be late."""
 
 
 class Forwarder:
@@ -25,6 +28,7 @@ class Forwarder:
 
     def stop(self) -> None:
         """Take no more, and wait for the connections that are there to be ended."""
+        self._server.is_stopping.set()
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
@@ -35,6 +39,7 @@ class _Server(socketserver.ThreadingTCPServer):
 
     def __init__(self, address: tuple[str, int], where: Callable[[], str]) -> None:
         self.where = where
+        self.is_stopping = threading.Event()
         super().__init__(address, _Connection)
 
 
@@ -43,13 +48,8 @@ class _Connection(socketserver.BaseRequestHandler):
     request: socket.socket
 
     def handle(self) -> None:
-        try:
-            host, _, port = self.server.where().rpartition(":")
-            there = socket.create_connection((host, int(port)), CONNECT_S)
-        except urllib.error.HTTPError as error:
-            error.close()
-            return
-        except (AssertionError, OSError):
+        there = self._connect()
+        if there is None:
             return  # who connected sees it end, and tries again
         with there:
             there.settimeout(None)
@@ -57,6 +57,19 @@ class _Connection(socketserver.BaseRequestHandler):
             back.start()
             _pass_on(self.request, there)
             back.join()
+
+    def _connect(self) -> socket.socket | None:
+        end = time.monotonic() + READY_S
+        while time.monotonic() < end and not self.server.is_stopping.is_set():
+            try:
+                host, _, port = self.server.where().rpartition(":")
+                return socket.create_connection((host, int(port)), CONNECT_S)
+            except urllib.error.HTTPError as error:
+                error.close()
+            except (AssertionError, OSError):
+                pass
+            self.server.is_stopping.wait(0.1)
+        return None
 
 
 def _pass_on(source: socket.socket, sink: socket.socket) -> None:
