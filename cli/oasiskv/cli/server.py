@@ -172,6 +172,10 @@ class Server:
             # A second ctrl-C means "at once".
             with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
                 process.wait(self._stop_timeout_s)
+        if process.poll() is None:
+            # Alone at first: who keeps account of its shared memory gives that back once it is gone.
+            process.kill()
+            process.wait()
         if not _wait_gone(process, GONE_TIMEOUT_S):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

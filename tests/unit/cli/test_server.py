@@ -95,7 +95,6 @@ def test_an_engine_that_dies_in_service_is_told_from_errors_of_requests(tmp_path
 def test_stopping_leaves_no_process_of_it_even_if_they_ignore_signals(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("oasiskv.cli.server.STOP_TIMEOUT_S", 0.5)
     monkeypatch.setattr("oasiskv.cli.server.GONE_TIMEOUT_S", 0.5)
     code = f"""
         import signal, subprocess, sys, time
@@ -107,11 +106,27 @@ def test_stopping_leaves_no_process_of_it_even_if_they_ignore_signals(
         time.sleep(60)
     """
     shown: list[str] = []
-    with make_server(tmp_path, code, shown) as server:
+    with make_server(tmp_path, code, shown, stop_timeout_s=0.5) as server:
         server.wait_ready()
         pids = [server.pid, int(shown[0].split()[-1])]
         assert all(is_alive(pid) for pid in pids)
     assert not any(is_alive(pid) for pid in pids)
+
+
+def test_a_child_that_waits_for_the_end_of_a_server_that_hangs_may_clean_up(tmp_path: Path) -> None:
+    # So does the resource tracker of Python's multiprocessing, which unlinks shared memory.
+    cleaned = tmp_path / "cleaned"
+    tracker = f"import pathlib, sys; sys.stdin.read(); pathlib.Path({str(cleaned)!r}).touch()"
+    code = f"""
+        import signal, subprocess, sys, time
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        child = subprocess.Popen([sys.executable, "-c", {tracker!r}], stdin=subprocess.PIPE)
+        {READY}
+        time.sleep(60)
+    """
+    with make_server(tmp_path, code, stop_timeout_s=0.2) as server:
+        server.wait_ready()
+    assert cleaned.exists()
 
 
 def test_a_server_and_its_children_end_when_who_started_it_was_killed(tmp_path: Path) -> None:
