@@ -6,13 +6,14 @@ Nothing of torch or vLLM is imported, so that a wrong setting is refused at once
 import importlib.util
 import json
 import os
+import random
 import re
 import shutil
 import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -271,10 +272,15 @@ def check_port(host: str | None, port: int, setting: str = "--port") -> None:
 
 
 def free_port() -> int:
-    """Return a port that nobody listens to on loopback now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a port that nobody listens to on loopback now.
+
+    From those that the kernel gives to no connection: who is to listen there may load a model for minutes before.
+    """
+    for port in (*random.SystemRandom().sample(range(20_000, 32_768), 100), 0):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return int(probe.getsockname()[1])
+    raise ConfigError("port: expected a free one on 127.0.0.1, got none")
 
 
 def _gpu_dtype(dtype: str, asked: str) -> str:

@@ -257,12 +257,13 @@ class FakeKubelet:
     def _forget(self, uid: str, pod: _Pod, made: Object | None) -> None:
         if pod.process is not None:
             pod.signal(signal.SIGKILL)  # whatever it left behind
-            self.codes[pod.name] = pod.process.wait()
         if made is not None:
             options = {"gracePeriodSeconds": 0, "preconditions": {"uid": uid}}
             self._plane.ask("DELETE", f"/api/v1/namespaces/{pod.namespace}/pods/{pod.name}", options)
         shutil.rmtree(pod.folder, ignore_errors=True)
         del self._pods[uid]
+        if pod.process is not None:
+            self.codes[pod.name] = pod.process.wait()
 
     def _prepare(self, made: Object) -> _Pod:
         metadata, spec = made["metadata"], made["spec"]
