@@ -171,6 +171,40 @@ def test_an_operator_of_one_namespace_touches_no_other(plane: ControlPlane, char
         plane.check("delete", "oks", "chat", "-n", name)
 
 
+def test_two_operators_whose_scopes_overlap_never_work_on_one_service(
+    plane: ControlPlane, chart: Helm, account: Path, namespace: str, start: Start
+) -> None:
+    first = start(account, "--read-nodes")
+    plane.put([sample("chat", namespace)])
+    settle(plane, namespace)
+    # A second release, of this namespace alone, which by itself would say and decide other things.
+    small = chart_role(plane, chart, "second", f"operator.watchNamespaces={{{namespace}}}")
+    second = start(small, f"--namespace={namespace}", namespace="second")
+    wait_for(lambda: "LeftToAnotherOperator" in events(plane, namespace), "the second to say that it waits")
+    note = events(plane, namespace)["LeftToAnotherOperator"]["note"]
+    who = f"operator second/oasiskv-operator leaves services of namespace {namespace} to operator"
+    assert note == f"{who} system/oasiskv-operator, which was there first"
+    num_writes = quiet(first)
+    patch = '{"spec":{"decode":{"replicas":3}}}'
+    plane.check("patch", "oks", "chat", "-n", namespace, "--type=merge", "-p", patch)
+    settle(plane, namespace)
+    assert quiet(first) > num_writes
+    assert second.metric("oasiskv_operator_writes_total") == 1  # the Event
+    # When the first one has gone for good, its right ends by time; here somebody ends it.
+    first.stop()
+    plane.check("delete", "lease", "oasiskv-services", "-n", namespace)
+    plane.check("annotate", "oks", "chat", "-n", namespace, "somebody/looked=1")
+
+    def operator() -> str:
+        said: str = plane.get("oks", "chat", "-n", namespace)["status"]["operator"]
+        return said
+
+    wait_for(lambda: operator() == "second/oasiskv-operator", "the second to go on")
+    plane.check("delete", "oks", "chat", "-n", namespace)
+    left = "/apis/coordination.k8s.io/v1/namespaces"
+    wait_for(lambda: not plane.ask("GET", f"{left}/{namespace}/leases")["items"], "its lease to go with the service")
+
+
 def test_kinds_that_are_installed_later_are_used_without_a_restart_and_each_number_has_one_owner(
     plane: ControlPlane, account: Path, namespace: str, start: Start
 ) -> None:

@@ -152,6 +152,14 @@ containers:
 - apiGroups: [""]
   resources: [pods]
   verbs: [get, list, watch]
+# Which of several operators works in a namespace.
+- apiGroups: [coordination.k8s.io]
+  resources: [leases]
+  verbs: [create]
+- apiGroups: [coordination.k8s.io]
+  resources: [leases]
+  resourceNames: [oasiskv-services]
+  verbs: [get, update, delete]
 # A decision that is told once more counts on the event that is there.
 - apiGroups: [events.k8s.io]
   resources: [events]

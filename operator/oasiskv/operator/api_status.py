@@ -129,6 +129,9 @@ class ServiceStatus:
     observed_generation: int = 0
     """Generation of the service that this is about."""
 
+    operator: str = ""
+    """Which operator looks after it: namespace and name of that one's lease."""
+
     url: str = ""
     """Where clients reach it."""
 

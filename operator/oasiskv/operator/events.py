@@ -65,6 +65,12 @@ def reverted(kind: str, name: str) -> Decision:
     return Decision(reason="EditReverted", note=note, type="Warning")
 
 
+def left(namespace: str, operator: str, other: str) -> Decision:
+    """Return what is told of a service that another operator looks after."""
+    note = f"operator {operator} leaves services of namespace {namespace} to operator {other}, which was there first"
+    return Decision(reason="LeftToAnotherOperator", note=note, type="Warning")
+
+
 def event(service: Mapping[str, Any], decision: Decision, instance: str) -> dict[str, Any]:
     """Return the Event of a decision about a service; the same decision again has the same name.
 

@@ -113,6 +113,9 @@ class Facts:
     now: str
     """Time, in RFC 3339."""
 
+    operator: str = ""
+    """Which operator looks."""
+
     kinds: frozenset[str] = frozenset({INFERENCE_SERVICE})
     """Kinds of others that the API server knows, as `Kind.group`."""
 

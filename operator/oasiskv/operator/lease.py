@@ -13,7 +13,7 @@ from oasiskv.operator.client import ApiError, Client, ConflictError, NotFoundErr
 from oasiskv.operator.resources import LEASES
 
 DURATION_S = 15
-"""Of the lease. Its holder stops writing when it could not renew for two thirds of that."""
+"""Of an operator's lease. Its holder stops writing when it could not renew for two thirds of that."""
 RENEW_S = 3.0
 
 log = logging.getLogger(__name__)
@@ -31,11 +31,15 @@ class Lease:
         namespace: Where the lease is.
         name: Of the lease.
         holder: Who asks; the pod's name, so that a restarted container need not wait for itself.
+        duration_s: Time without a renewal after which others take it.
     """
 
-    def __init__(self, client: Client, namespace: str, name: str, holder: str = "") -> None:
+    def __init__(
+        self, client: Client, namespace: str, name: str, holder: str = "", duration_s: float = DURATION_S
+    ) -> None:
         self._client, self._namespace, self._name = client, namespace, name
         self._holder = holder or os.environ.get("POD_NAME") or f"{os.uname().nodename}-{secrets.token_hex(4)}"
+        self._duration_s = duration_s
         self._made: dict[str, Any] | None = None
         self._seen: tuple[Any, Any] = (None, None)
         self._seen_s = self._renewed_s = float("-inf")
@@ -43,13 +47,18 @@ class Lease:
         """Who holds it instead."""
 
     @property
+    def uid(self) -> str:
+        """Of its object, once that was written."""
+        return "" if self._made is None else str(self._made["metadata"]["uid"])
+
+    @property
     def is_held(self) -> bool:
         """Whether writing is right, by this machine's clock alone: others wait longer than this."""
-        return time.monotonic() < self._renewed_s + DURATION_S * 2 / 3
+        return time.monotonic() < self._renewed_s + self._duration_s * 2 / 3
 
     async def acquire(self) -> None:
         """Return when the lease is held."""
-        while not await self._try():
+        while not await self.attempt():
             await asyncio.sleep(RENEW_S)
         log.info("lease taken", extra={"lease": self._name, "holder": self._holder})
 
@@ -61,7 +70,7 @@ class Lease:
         """
         while self.is_held:
             await asyncio.sleep(RENEW_S)
-            if not await self._try() and self.other:
+            if not await self.attempt() and self.other:
                 break
         self._renewed_s = float("-inf")
         raise LeaseLostError(f"lease {self._name}: expected to hold it, got {self.other or 'no answer'}")
@@ -76,7 +85,8 @@ class Lease:
         except ApiError as error:
             log.warning("lease not released, which ends by time", extra={"error": str(error)})
 
-    async def _try(self) -> bool:
+    async def attempt(self) -> bool:
+        """Take or renew the lease if that is possible; return whether it is held."""
         asked_s = time.monotonic()
         try:
             await self._take()
@@ -121,7 +131,7 @@ class Lease:
         is_own = before.get("holderIdentity") == self._holder
         return {
             "holderIdentity": self._holder,
-            "leaseDurationSeconds": DURATION_S,
+            "leaseDurationSeconds": int(self._duration_s),
             "acquireTime": before["acquireTime"] if is_own and "acquireTime" in before else now,
             "renewTime": now,
             "leaseTransitions": before.get("leaseTransitions", 0) + (not is_own and bool(before)),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from oasiskv.operator.asks import Asks
+from oasiskv.operator.claims import Claims
 from oasiskv.operator.client import ApiError, BusyError, Client, pause
 from oasiskv.operator.handlers import Handlers
 from oasiskv.operator.lease import Lease
@@ -67,10 +68,11 @@ class Process:
         self._metrics = Metrics()
         self._client = Client(count=self._metrics.answered)
         self._lease = Lease(self._client, options.lease_namespace, options.lease)
+        self._claims = Claims(self._client, f"{options.lease_namespace}/{options.lease}")
         self._wakes = Wakes(self._turn)
         self._store = Store(self._client, options.namespaces, options.reads_nodes, self._wakes.wake)
         self._asks = Asks()
-        self._shell = Shell(self._client, self._store, self._metrics, self._asks, self._may_write)
+        self._shell = Shell(self._client, self._store, self._metrics, self._asks, self._may_write, claims=self._claims)
         self._web = Web(self._why_dead, self._why_not_ready, self._metrics.registry)
         self._stop = asyncio.Event()
         self._is_synced = self._is_leading = False
@@ -80,8 +82,12 @@ class Process:
         self._metrics.show("oasiskv_operator_kept_objects", "Objects of which a copy is kept", self._store.sizes)
         self._metrics.show(
             "oasiskv_operator_services",
-            "Services, and how many of them wait for a turn",
-            lambda: {"known": len(self._shell.services), "waiting": self._wakes.num_waiting},
+            "Services, how many of them wait for a turn, and how many are left to another operator",
+            lambda: {
+                "known": len(self._shell.services),
+                "waiting": self._wakes.num_waiting,
+                "left": len(self._shell.left),
+            },
         )
 
     async def run(self) -> int:
@@ -129,6 +135,7 @@ class Process:
             async with asyncio.TaskGroup() as group:
                 for part in (
                     self._lease.keep,
+                    self._claims.keep,
                     handlers.run,
                     self._wakes.run,
                     self._resync,

@@ -83,6 +83,7 @@ def reconcile(service: Mapping[str, Any], facts: Facts) -> Outcome:
     path = rendered.revisions["prefill"], rendered.revisions["decode"]
     status = ServiceStatus(
         observed_generation=generation,
+        operator=facts.operator,
         url=facts.decode.url if facts.decode is not None else "",
         kv_generation=rendered.kv,
         serving_kv_generation=live or "",
@@ -220,6 +221,7 @@ def _refused(metadata: Mapping[str, Any], facts: Facts, found: list[Finding]) ->
     status = replace(
         facts.status,
         observed_generation=metadata["generation"],
+        operator=facts.operator,
         url=facts.decode.url if facts.decode is not None else "",
         roles=roles(metadata["name"], facts),
         conditions=conditions(with_ready(found, False), facts.status.conditions, metadata["generation"], facts.now),

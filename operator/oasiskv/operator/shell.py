@@ -13,9 +13,10 @@ from typing import Any
 from oasiskv.core.errors import ConfigError
 from oasiskv.operator.api_status import ServiceStatus
 from oasiskv.operator.asks import Asks, Loads
+from oasiskv.operator.claims import RENEW_S, Claims
 from oasiskv.operator.client import MANAGER, ApiError, BusyError, Client, ConflictError, NotFoundError, RefusedError
 from oasiskv.operator.differs import differs
-from oasiskv.operator.events import cut_off, decisions, event, repeated, reverted
+from oasiskv.operator.events import Decision, cut_off, decisions, event, left, repeated, reverted
 from oasiskv.operator.facts import Facts, Ref
 from oasiskv.operator.kinds import write
 from oasiskv.operator.metrics import Metrics
@@ -45,6 +46,7 @@ class Shell:
         asks: Asks pods.
         may_write: Asked before every write.
         now: Time, in RFC 3339.
+        claims: The right to work in a namespace; none where no other operator can be.
     """
 
     def __init__(
@@ -55,9 +57,10 @@ class Shell:
         asks: Asks,
         may_write: Callable[[], bool] = lambda: True,
         now: Callable[[], str] = lambda: datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        claims: Claims | None = None,
     ) -> None:
         self._client, self._store, self._metrics = client, store, metrics
-        self._may_write, self._now = may_write, now
+        self._may_write, self._now, self._claims = may_write, now, claims
         self._asks, self._loads = asks, Loads(asks)
         self._num_failed: dict[Key, int] = {}
         self._ask_at_s: dict[Key, float] = {}
@@ -65,6 +68,8 @@ class Shell:
         """What each child was last written as, in short."""
         self._reverted: dict[Key, list[Ref]] = {}
         """Children that somebody else changed since they were told of last."""
+        self.left: dict[Key, str] = {}
+        """Those that another operator looks after, and which."""
         self.services: set[Key] = set()
         """Those that are there."""
         self.lacking: set[Key] = set()
@@ -96,11 +101,15 @@ class Shell:
         try:
             service = await self._client.get(SERVICES.path(*key))
         except NotFoundError:
-            self._forget(key)
+            await self._forget(key)
             return None
         if "deletionTimestamp" in service["metadata"]:
             return None
         self.services.add(key)
+        if self._claims is not None and (other := await self._claims.take(key[0])):
+            await self._leave(key, service, self._claims.identity, other)
+            return RENEW_S
+        self.left.pop(key, None)
         facts = await self._look(key, service)
         outcome = reconcile(service, facts)
         if (asked := await self._ask(key, facts, outcome)) != facts:
@@ -119,8 +128,20 @@ class Shell:
             return VERIFY_S
         return LOAD_S if outcome.asks else None
 
-    def _forget(self, key: Key) -> None:
+    async def _leave(self, key: Key, service: Object, operator: str, other: str) -> None:
+        """Tell once that another operator looks after a service; its status is that one's to write."""
+        if self.left.get(key) == other:
+            return
+        fields = {"namespace": key[0], "service": key[1], "operator": other}
+        log.warning("another operator works in this namespace", extra=fields)
+        self._metrics.says(key, ())
+        self.lacking.discard(key)
+        await self._post(key, service, left(key[0], operator, other))
+        self.left[key] = other
+
+    async def _forget(self, key: Key) -> None:
         self.services.discard(key)
+        self.left.pop(key, None)
         self.lacking.discard(key)
         self._num_failed.pop(key, None)
         self._ask_at_s.pop(key, None)
@@ -128,6 +149,8 @@ class Shell:
         self._written.pop(key, None)
         self._reverted.pop(key, None)
         self._metrics.says(key, ())
+        if self._claims is not None and self._may_write() and all(each[0] != key[0] for each in self.services):
+            await self._claims.drop(key[0])
 
     async def _look(self, key: Key, service: Object) -> Facts:
         profile = None
@@ -145,7 +168,8 @@ class Shell:
             profile=profile,
             kinds=self._store.kinds,
         )
-        return observe(seen, self._now())
+        facts = observe(seen, self._now())
+        return facts if self._claims is None else replace(facts, operator=self._claims.identity)
 
     async def _ask(self, key: Key, facts: Facts, outcome: Outcome) -> Facts:
         """Return facts with what pods say, as far as a decision waits for it."""
@@ -195,7 +219,7 @@ class Shell:
                 self._store.put(live)
                 self._written.setdefault(key, {})[ref] = digest(made)
                 return
-        self._check_right()
+        self._check_right(key[0])
         self._store.put(await self._client.apply(path, made))
         self._wrote("apply", ref.kind, key, ref.name)
         written, now = self._written.setdefault(key, {}), digest(made)
@@ -205,7 +229,7 @@ class Shell:
 
     async def _delete(self, live: Object) -> None:
         kind, metadata = live["kind"], live["metadata"]
-        self._check_right()
+        self._check_right(metadata["namespace"])
         try:
             await self._client.delete(CHILDREN[kind].path(metadata["namespace"], metadata["name"]), metadata["uid"])
         except NotFoundError:
@@ -222,7 +246,7 @@ class Shell:
             self.lacking.discard(key)
         if (wanted := write(status)) == service.get("status"):
             return
-        self._check_right()
+        self._check_right(key[0])
         # Not by apply, which fails as a whole where the installed definition is older than the operator and lacks a
         # field. The version that was read goes along, so that nothing is said of a spec that has changed meanwhile.
         await self._client.update(SERVICES.path(*key, "status"), {**service, "status": wanted})
@@ -230,26 +254,32 @@ class Shell:
 
     async def _tell(self, key: Key, service: Object, before: ServiceStatus, now: ServiceStatus) -> None:
         """Write an Event of each decision. One that cannot be written is lost: the status says all that matters."""
-        namespace, name = key
         told = [*decisions(before, now), *itertools.starmap(cut_off, self._store.take_last_words(key).items())]
         told += [reverted(ref.kind, ref.name) for ref in self._reverted.pop(key, ())]
         for decision in told:
-            made = event(service, decision, os.environ.get("POD_NAME", "oasiskv-operator"))
-            self._check_right()
-            try:
-                try:
-                    await self._client.create(EVENTS.path(namespace), made)
-                except ConflictError:
-                    path = EVENTS.path(namespace, made["metadata"]["name"])
-                    await self._client.change(path, repeated(await self._client.get(path)))
-            except ApiError as error:
-                fields = {"namespace": namespace, "service": name, "reason": decision.reason, "error": str(error)}
-                log.warning("an event is lost", extra=fields)
+            self._check_right(key[0])
+            if not await self._post(key, service, decision):
                 return
-            self._wrote("event", "Event", (namespace, name), made["metadata"]["name"])
 
-    def _check_right(self) -> None:
-        if not self._may_write():
+    async def _post(self, key: Key, service: Object, decision: Decision) -> bool:
+        """Write an Event; return whether that went."""
+        namespace, name = key
+        made = event(service, decision, os.environ.get("POD_NAME", "oasiskv-operator"))
+        try:
+            try:
+                await self._client.create(EVENTS.path(namespace), made)
+            except ConflictError:
+                path = EVENTS.path(namespace, made["metadata"]["name"])
+                await self._client.change(path, repeated(await self._client.get(path)))
+        except ApiError as error:
+            fields = {"namespace": namespace, "service": name, "reason": decision.reason, "error": str(error)}
+            log.warning("an event is lost", extra=fields)
+            return False
+        self._wrote("event", "Event", (namespace, name), made["metadata"]["name"])
+        return True
+
+    def _check_right(self, namespace: str) -> None:
+        if not self._may_write() or (self._claims is not None and not self._claims.is_held(namespace)):
             raise ConflictError("lease: expected to hold it before a write, got none")
 
     def _wrote(self, verb: str, kind: str, key: Key, name: str) -> None:

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from oasiskv.operator import lease as lease_module
-from oasiskv.operator.client import RefusedError
+from oasiskv.operator.claims import DURATION_S, RENEW_S, Claims
+from oasiskv.operator.client import ConflictError, RefusedError
 from oasiskv.operator.lease import Lease, LeaseLostError
 from oasiskv.operator.testing_fake import FakeApi
 
@@ -50,7 +51,7 @@ def test_the_first_one_has_it_and_the_second_one_waits(run: Run) -> None:
     async def test(api: FakeApi, clock: Clock) -> None:
         first, second = lease(api, "first"), lease(api, "second")
         await first.acquire()
-        assert (first.is_held, await second._try(), second.is_held) == (True, False, False)
+        assert (first.is_held, await second.attempt(), second.is_held) == (True, False, False)
         assert second.other == "first"
         assert api.objects[PATH]["spec"]["holderIdentity"] == "first"
 
@@ -63,8 +64,8 @@ def test_a_lease_that_is_renewed_is_never_taken(run: Run) -> None:
         await first.acquire()
         for _ in range(20):
             await clock.sleep(lease_module.RENEW_S)
-            assert await first._try()
-            assert not await second._try()
+            assert await first.attempt()
+            assert not await second.attempt()
         assert api.objects[PATH]["spec"]["leaseTransitions"] == 0
 
     run(test)
@@ -75,7 +76,7 @@ def test_a_dead_holders_lease_is_taken_only_after_the_holder_would_have_stopped_
         first, second = lease(api, "first"), lease(api, "second")
         await first.acquire()
         begin_s = clock.now_s
-        while not await second._try():
+        while not await second.attempt():
             await clock.sleep(0.5)
             assert not (first.is_held and second.is_held)
         assert lease_module.DURATION_S <= clock.now_s - begin_s <= lease_module.DURATION_S + 1
@@ -89,7 +90,7 @@ def test_a_holder_whose_clock_is_wrong_by_hours_is_waited_for_all_the_same(run: 
     async def test(api: FakeApi, clock: Clock) -> None:
         await lease(api, "first").acquire()
         api.objects[PATH]["spec"]["renewTime"] = "2001-01-01T00:00:00.000000Z"
-        assert not await lease(api, "second")._try()
+        assert not await lease(api, "second").attempt()
 
     run(test)
 
@@ -100,7 +101,7 @@ def test_what_was_released_is_taken_at_once_and_not_written_under(run: Run) -> N
         await first.acquire()
         await first.release()
         assert not first.is_held
-        assert await second._try()
+        assert await second.attempt()
 
     run(test)
 
@@ -108,7 +109,7 @@ def test_what_was_released_is_taken_at_once_and_not_written_under(run: Run) -> N
 def test_a_restarted_container_need_not_wait_for_itself(run: Run) -> None:
     async def test(api: FakeApi, clock: Clock) -> None:
         await lease(api, "pod-1").acquire()
-        assert await lease(api, "pod-1")._try()
+        assert await lease(api, "pod-1").attempt()
 
     run(test)
 
@@ -119,7 +120,7 @@ def test_of_two_that_take_it_at_once_one_has_it(run: Run) -> None:
         await made.acquire()
         await made.release()
         both = lease(api, "first"), lease(api, "second")
-        assert sorted(await asyncio.gather(*(each._try() for each in both))) == [False, True]
+        assert sorted(await asyncio.gather(*(each.attempt() for each in both))) == [False, True]
         assert sum(each.is_held for each in both) == 1
 
     run(test)
@@ -175,5 +176,73 @@ def test_a_role_that_forbids_the_lease_is_said_and_not_waited_for(run: Run) -> N
         api.fail("GET", "/leases", 403)
         with pytest.raises(RefusedError):
             await lease(api, "first").acquire()
+
+    run(test)
+
+
+CLAIM = "/apis/coordination.k8s.io/v1/namespaces/llm/leases/oasiskv-services"
+
+
+def test_a_namespace_belongs_to_the_operator_that_was_there_first(run: Run) -> None:
+    async def test(api: FakeApi, clock: Clock) -> None:
+        first, second = Claims(api.client, "a/op"), Claims(api.client, "b/op")
+        # Several turns at a time ask once.
+        assert await asyncio.gather(*(first.take("llm") for _ in range(5))) == [""] * 5
+        assert [verb for verb, path in api.calls if verb != "GET"] == ["POST"]
+        assert (await second.take("llm"), second.is_held("llm"), first.is_held("llm")) == ("a/op", False, True)
+        assert (await second.take("other"), await first.take("other")) == ("", "b/op")
+
+    run(test)
+
+
+def test_an_operator_that_is_started_anew_finds_its_namespaces_and_others_wait_for_it_meanwhile(run: Run) -> None:
+    async def test(api: FakeApi, clock: Clock) -> None:
+        await Claims(api.client, "a/op").take("llm")
+        second = Claims(api.client, "b/op")
+        assert await second.take("llm") == "a/op"
+        await clock.sleep(DURATION_S - 1)
+        assert await second.take("llm") == "a/op"
+        assert await Claims(api.client, "a/op").take("llm") == ""
+        await clock.sleep(2)
+        assert await second.take("llm") == "a/op"
+        await clock.sleep(DURATION_S + 1)
+        assert await second.take("llm") == ""
+        assert api.objects[CLAIM]["spec"]["holderIdentity"] == "b/op"
+
+    run(test)
+
+
+def test_a_namespace_is_kept_for_as_long_as_it_is_renewed_and_not_written_in_afterwards(run: Run) -> None:
+    async def test(api: FakeApi, clock: Clock) -> None:
+        first, second = Claims(api.client, "a/op"), Claims(api.client, "b/op")
+        await first.take("llm")
+        for _ in range(20):
+            await clock.sleep(RENEW_S)
+            await first.renew()
+            assert (await second.take("llm"), first.is_held("llm")) == ("a/op", True)
+        api.fail("PUT", "/leases", 403)
+        api.fail("PUT", "/leases", 503, left=1000)
+        for _ in range(4):
+            await clock.sleep(RENEW_S)
+            await first.renew()
+            assert not (first.is_held("llm") and await second.take("llm") == "")
+        assert not first.is_held("llm")
+        with pytest.raises(ConflictError, match="expected to take it, got no answer"):
+            await first.take("llm")
+
+    run(test)
+
+
+def test_a_namespace_that_is_left_has_no_lease_any_more(run: Run) -> None:
+    async def test(api: FakeApi, clock: Clock) -> None:
+        first, second = Claims(api.client, "a/op"), Claims(api.client, "b/op")
+        await first.take("llm")
+        await second.take("llm")
+        await second.drop("llm")
+        assert CLAIM in api.objects
+        await first.drop("llm")
+        assert CLAIM not in api.objects
+        assert not first.is_held("llm")
+        assert await second.take("llm") == ""
 
     run(test)

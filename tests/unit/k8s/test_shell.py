@@ -9,6 +9,7 @@ import pytest
 from prometheus_client import generate_latest
 
 from oasiskv.operator.asks import Asks
+from oasiskv.operator.claims import RENEW_S, Claims
 from oasiskv.operator.metrics import Metrics
 from oasiskv.operator.resources import CHILDREN, SERVICES
 from oasiskv.operator.shell import FIRST_S, LONGEST_S, REFUSED_S, Shell
@@ -30,9 +31,9 @@ class Bench:
         self.store = Store(api.client, (), True, lambda key: self.woken.append(0))
         self.shell = self.make_shell()
 
-    def make_shell(self) -> Shell:
-        now = "2026-01-01T00:00:00Z"
-        return Shell(self.api.client, self.store, self.metrics, self.asks, lambda: self.may_write, lambda: now)
+    def make_shell(self, operator: str = "") -> Shell:
+        now, claims = "2026-01-01T00:00:00Z", Claims(self.api.client, operator) if operator else None
+        return Shell(self.api.client, self.store, self.metrics, self.asks, lambda: self.may_write, lambda: now, claims)
 
     async def start(self) -> None:
         self.store.start()
@@ -91,6 +92,39 @@ def test_everything_is_written_and_a_second_turn_writes_nothing() -> None:
         bench.shell = bench.make_shell()
         assert await bench.turn() is None
         assert bench.writes() == []
+
+    run(test)
+
+
+def test_what_another_operator_looks_after_is_left_alone_and_that_is_told_once() -> None:
+    async def test(bench: Bench) -> None:
+        bench.shell = bench.make_shell("a/op")
+        assert await bench.turn() is None
+        assert bench.api.objects[PATH]["status"]["operator"] == "a/op"
+        await bench.turn()
+        bench.shell = bench.make_shell("b/op")
+        changed = service({**service()["spec"], "image": "oasiskv/engine:2"})
+        bench.api.put({**changed, "metadata": {"name": "chat", "namespace": "llm", "generation": 2}})
+        assert await bench.turn() == RENEW_S
+        told = bench.events()["LeftToAnotherOperator"]
+        note = "operator b/op leaves services of namespace llm to operator a/op, which was there first"
+        assert (told["note"], told["type"]) == (note, "Warning")
+        assert await bench.turn() == RENEW_S
+        assert bench.writes() == []
+        assert "series" not in bench.events()["LeftToAnotherOperator"]
+        assert (bench.shell.left, bench.api.objects[PATH]["status"]["operator"]) == ({KEY: "a/op"}, "a/op")
+
+    run(test)
+
+
+def test_the_last_service_of_a_namespace_takes_the_lease_with_it() -> None:
+    async def test(bench: Bench) -> None:
+        bench.shell = bench.make_shell("a/op")
+        await bench.turn()
+        assert [path for path in bench.api.objects if "/leases/" in path]
+        bench.api.remove(PATH)
+        assert await bench.turn() is None
+        assert not [path for path in bench.api.objects if "/leases/" in path]
 
     run(test)
 
