@@ -155,7 +155,10 @@ def check_metrics(metrics: dict[str, float], answer: Answer) -> None:
     ("flags", "line"),
     [
         (["--no-such-flag"], "error: vLLM: unrecognized arguments: --no-such-flag"),
-        (["--kv-cache-dtype", "fp8"], "error: --kv-cache-dtype: expected auto, got fp8; or serve without OasisKV"),
+        (
+            ["--kv-sharing-fast-prefill"],
+            "error: --kv-sharing-fast-prefill: expected off, got on; or serve without OasisKV",
+        ),
     ],
 )
 def test_what_vllm_or_the_worker_refuses_ends_in_one_line(smollm2: Path, flags: Sequence[str], line: str) -> None:

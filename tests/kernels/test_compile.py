@@ -18,6 +18,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 from oasiskv.core.host_memory import fp8_part_bytes
 from oasiskv.kernels.complete import kernel as complete
 from oasiskv.kernels.flags import Clock, Flags
+from oasiskv.kernels.formats import FP8, wide_dtypes
 from oasiskv.kernels.fp8 import kernel as fp8
 from oasiskv.kernels.plan import kernel as plan
 from oasiskv.kernels.predict import kernel as predict
@@ -60,7 +61,7 @@ def compile_all(dtype, kind, is_fp8, reductions):
     global label
     shape = Shape(num_kv_heads=8, group=4, head_dim=128, budget=budget, dtype=dtype, kind=kind, has_fp8_rows=is_fp8)
     label = f"{kind} {'fp8' if is_fp8 else 'auto'} {dtype}"
-    cache, query = torch.zeros(8, *shape.unit, dtype=dtype), torch.zeros(slots, 32, 128, dtype=dtype)
+    cache, query = torch.zeros(8, *shape.unit, dtype=dtype), torch.zeros(slots, 32, 128, dtype=wide_dtypes(dtype)[-1])
     units = torch.zeros(4, layers, *shape.unit, dtype=dtype)
     if is_fp8:
         units = torch.zeros(4, layers, fp8_part_bytes(8, 16, 128), dtype=torch.uint8)
@@ -77,13 +78,15 @@ def compile_all(dtype, kind, is_fp8, reductions):
         fp8.round_blocks(cache, ids(n))
         return
     select.select(blocks, scores, rows, *state, plans, counters(shape))
-    publish.publish(query, ids(n), ids(n), rows, query, rows)
+    publish.publish(query.to(dtype), ids(n), ids(n), rows, query, rows)
 
 
 compile_all(torch.bfloat16, "minmax", False, ["max", "softmax"])
 compile_all(torch.bfloat16, "minmax", True, ["max"])
 compile_all(torch.float16, "minmax", True, ["max"])
 compile_all(torch.bfloat16, "mid", True, ["max"])
+compile_all(FP8, "minmax", False, ["max"])
+compile_all(FP8, "mid", False, ["max"])
 plan.plan(
     ids(len(Given), n), ids(n + 1), ids(n), ids(n, 70), ids(slots), ids(slots, 5), ids(n), ids(n), ids(n), rows,
     ids(n, 140), ids(n), budget, 31, 16, 1, 6,

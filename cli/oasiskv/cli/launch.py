@@ -62,6 +62,7 @@ class Request:
     host: str | None = None
     port: int = 8000
     dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
     block_size: int = 16
     max_model_len: int | None = None
     max_num_seqs: int | None = None
@@ -135,8 +136,10 @@ def prepare(request: Request, device: str, report: Callable[[str], None]) -> Lau
         num_workers=request.num_workers,
         max_model_len=max_model_len,
         max_num_seqs=request.max_num_seqs or DEFAULT_SEQS[device],
+        is_fp8_cache=request.kv_cache_dtype != "auto",
     )
     config = _config(request, pools)
+    config.check_cache_dtype(request.kv_cache_dtype)
     plan = _plan(request, pools, config, model, device)
     arguments = _arguments(request, model.path, plan, device, drafter)
     return Launch(model=model, plan=plan, device=device, arguments=arguments)
@@ -402,6 +405,8 @@ def _arguments(request: Request, path: str, plan: Plan, device: str, drafter: di
     arguments += ["--max-num-seqs", str(pools.max_num_seqs)]
     # vLLM's "auto" would turn float32 weights into something shorter, and the plan with them.
     arguments += ["--dtype", pools.shape.dtype]
+    if request.kv_cache_dtype != "auto":
+        arguments += ["--kv-cache-dtype", request.kv_cache_dtype]
     if pools.num_workers > 1:
         arguments += ["--tensor-parallel-size", str(pools.num_workers)]
     if plan.engine_bytes is not None:

@@ -83,11 +83,18 @@ class Pools:
     """Tensor-parallel workers, each with a share of the KV heads, an engine pool and a host pool."""
     max_model_len: int
     max_num_seqs: int
+    is_fp8_cache: bool = False
+    """Whether the engine's cache is fp8, whatever the model computes in."""
+
+    @property
+    def dtype_bytes(self) -> int:
+        """Bytes of a number in the engine's cache."""
+        return 1 if self.is_fp8_cache else DTYPE_BYTES[self.shape.dtype]
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block in one worker, in the engine."""
-        return self._block_bytes(DTYPE_BYTES[self.shape.dtype])
+        return self._block_bytes(self.dtype_bytes)
 
     def host_block_bytes(self, config: LookaheadConfig) -> int:
         """Bytes of one block in one worker, in host memory."""
@@ -102,6 +109,7 @@ class Pools:
             block_size=self.block_size,
             head_dim=self.shape.head_dim,
             dtype_bytes=dtype_bytes,
+            is_fp8_cache=self.is_fp8_cache,
         ).block_bytes
 
     @property
@@ -119,8 +127,7 @@ class Pools:
         Raises:
             UnsupportedError: Summary rows of the model's head_dim cannot be fp8.
         """
-        dtype_bytes = DTYPE_BYTES[self.shape.dtype]
-        summaries = SummaryLayout.of(config, self.block_size, self.shape.head_dim, dtype_bytes)
+        summaries = SummaryLayout.of(config, self.block_size, self.shape.head_dim, self.dtype_bytes)
         return SparseLayout(budget_blocks=config.budget_blocks, rows_per_page=summaries.rows_per_page)
 
     def held_blocks(self, num_tokens: int, config: LookaheadConfig) -> int:
@@ -216,10 +223,11 @@ class Plan:
             engine = size(self.engine_bytes)
         elif self.guessed_engine_bytes is not None:
             engine = f"about {size(self.guessed_engine_bytes)}"
+        cache = ", KV cache in fp8" if pools.is_fp8_cache else ""
         blocks = "" if self.num_engine_blocks is None else f" ({self.num_engine_blocks:,} blocks)"
         yield (
-            f"model    {shape.num_layers} layers, {shape.num_kv_heads} KV heads of {shape.head_dim}, {shape.dtype}; "
-            f"up to {pools.max_model_len:,} tokens, {pools.max_num_seqs} requests at a time"
+            f"model    {shape.num_layers} layers, {shape.num_kv_heads} KV heads of {shape.head_dim}, {shape.dtype}"
+            f"{cache}; up to {pools.max_model_len:,} tokens, {pools.max_num_seqs} requests at a time"
         )
         rows = "; summaries as fp8" if config.summary_dtype == "fp8" else ""
         yield (

@@ -51,6 +51,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     engine.add_argument("--host")
     engine.add_argument("--port", type=int, default=8000)
     engine.add_argument("--dtype", default="auto")
+    engine.add_argument("--kv-cache-dtype", "--kv_cache_dtype", default="auto")
     engine.add_argument("--block-size", "--block_size", type=int, default=16)
     engine.add_argument("--max-model-len", "--max_model_len", type=count)
     engine.add_argument("--max-num-seqs", "--max_num_seqs", type=count)
@@ -88,6 +89,7 @@ def request_of(args: argparse.Namespace) -> Request:
         host=args.host,
         port=args.port,
         dtype=args.dtype,
+        kv_cache_dtype=args.kv_cache_dtype,
         block_size=args.block_size,
         max_model_len=args.max_model_len,
         max_num_seqs=args.max_num_seqs,

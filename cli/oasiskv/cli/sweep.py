@@ -42,6 +42,7 @@ MODES = {
     "oasiskv": Mode(settings={}, has_drafter=True),
     "oasiskv-self": Mode(settings={}),
     "oasiskv-fp8": Mode(settings={"host_dtype": "fp8"}, has_drafter=True),
+    "oasiskv-kv-fp8": Mode(settings={}, has_drafter=True, engine={"kv_cache_dtype": "fp8"}),
     "oasiskv-early": Mode(settings={"switch": "early"}, has_drafter=True),
     "oasiskv-joined": Mode(settings={"switch": "early", "signal": "joined"}, has_drafter=True),
     "oasiskv-flags": Mode(settings={"switch": "early", "signal": "flags"}, has_drafter=True),
@@ -50,8 +51,9 @@ MODES = {
     "on-demand": Mode(settings={"switch": "early", "prediction": "on-demand", "fetch_ratio": 1}),
     "resident": Mode(settings={"switch": "early", "prediction": "resident"}),
 }
-"""The last three are rules of others on our own kernels: FreeKV's selection with the last token's query, without its
-correction; HiSparse's with the current one, all fetched before attention; and Quest's within a fixed set of blocks."""
+"""With `oasiskv-fp8` host units are fp8, with `oasiskv-kv-fp8` vLLM's own cache is, as with `dense-fp8`. The last three
+are rules of others on our own kernels: FreeKV's selection with the last token's query, without its correction;
+HiSparse's with the current one, all fetched before attention; and Quest's within a fixed set of blocks."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from typing import Any, Literal, Self, get_args
 
-from oasiskv.core.errors import ConfigError
+from oasiskv.core.errors import ConfigError, UnsupportedError
 
 BINARY_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 DECIMAL_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -34,6 +34,10 @@ Prediction = Literal["lookahead", "previous", "on-demand", "resident"]
 `previous`: always the normal token's own, which is the previous token's to the step that uses it.
 `on-demand`: the normal token's own for the same step: each layer waits for its transfer before it attends.
 `resident`: nothing is ever fetched; what was chosen at the switch stays, but for blocks that become complete."""
+
+
+CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
+"""Values of vLLM's `--kv-cache-dtype` that can be served: the model's own numbers, or (the same by two names) fp8."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,6 +200,26 @@ class LookaheadConfig:
                 raise ConfigError(f"{name}: expected None unless cap is 'auto', got {value!r}")
         if self.cap == "auto" and self.prediction in ("on-demand", "resident"):
             raise ConfigError(f"cap: expected a number or None with prediction {self.prediction!r}, got 'auto'")
+
+    def check_cache_dtype(self, kv_cache_dtype: str) -> bool:
+        """Check vLLM's `--kv-cache-dtype` beside these settings, and say whether the engine's cache is fp8.
+
+        Raises:
+            UnsupportedError: there is no such cache here, or a setting would make fp8 of what is fp8 already.
+        """
+        if kv_cache_dtype not in CACHE_DTYPES:
+            raise UnsupportedError(
+                f"--kv-cache-dtype: expected one of {', '.join(CACHE_DTYPES)}, got {kv_cache_dtype}; "
+                "or serve without OasisKV"
+            )
+        is_fp8 = kv_cache_dtype != "auto"
+        for name, held in (("host_dtype", "units are the cache's bytes"), ("summary_dtype", "rows are fp8 as it is")):
+            if is_fp8 and getattr(self, name) != "auto":
+                raise UnsupportedError(
+                    f"{name}: expected auto with --kv-cache-dtype {kv_cache_dtype}, whose {held}, "
+                    f"got {getattr(self, name)}"
+                )
+        return is_fp8
 
     @property
     def first_cap(self) -> int:

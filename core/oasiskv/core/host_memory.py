@@ -49,7 +49,10 @@ class HostPoolConfig:
     """Width of K, and of V, per token and KV head."""
 
     dtype_bytes: int
-    """Bytes per element: 1 for fp8 units, 2 for bf16 and fp16, 4 for fp32."""
+    """Bytes per element: 1 for fp8, 2 for bf16 and fp16, 4 for fp32."""
+
+    is_fp8_cache: bool = False
+    """Whether the engine's own cache is fp8: units are then its bytes, and its engine keeps their scales."""
 
     def __post_init__(self) -> None:
         """Check every field.
@@ -59,10 +62,14 @@ class HostPoolConfig:
         """
         for field in fields(self):
             value = getattr(self, field.name)
+            if field.name == "is_fp8_cache":
+                continue
             if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
                 raise ConfigError(f"{field.name}: expected a positive integer, got {value!r}")
         if self.dtype_bytes not in DTYPE_BYTES:
             raise ConfigError(f"dtype_bytes: expected one of {DTYPE_BYTES}, got {self.dtype_bytes}")
+        if self.is_fp8_cache and self.dtype_bytes != 1:
+            raise ConfigError(f"dtype_bytes: expected 1 with an fp8 cache, got {self.dtype_bytes}")
         if self.is_fp8 and self.unit_bytes % FP8_ALIGNMENT:
             raise ConfigError(
                 f"block_size: expected fp8 units of a multiple of {FP8_ALIGNMENT} bytes, "
@@ -101,8 +108,8 @@ class HostPoolConfig:
 
     @property
     def is_fp8(self) -> bool:
-        """Whether units are stored as fp8."""
-        return self.dtype_bytes == 1
+        """Whether units are stored as fp8 with scales of their own."""
+        return self.dtype_bytes == 1 and not self.is_fp8_cache
 
     @property
     def unit_bytes(self) -> int:

@@ -66,21 +66,29 @@ def _group(
 
 
 def attend(
-    query: torch.Tensor, kv_cache: torch.Tensor, groups: AttentionGroups, scale: float, output: torch.Tensor
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    groups: AttentionGroups,
+    scale: float,
+    output: torch.Tensor,
+    *,
+    value_scale: float = 1.0,
 ) -> None:
     """Causal attention of every group over its blocks.
 
     Args:
         query: `[num_tokens, num_query_heads, head_dim]`.
-        kv_cache: `[num_blocks, num_kv_heads, block_size, 2 * head_dim]`, K in the first half.
+        kv_cache: `[num_blocks, num_kv_heads, block_size, 2 * head_dim]`, K in the first half; of the dtype of `query`,
+            or fp8.
         groups: Of `group_rows`.
-        scale: Softmax scale.
+        scale: Softmax scale, times that of fp8 keys.
         output: Out, the shape of `query`.
+        value_scale: Of fp8 values.
     """
     num_kv_heads, head_dim = kv_cache.shape[1], query.shape[-1]
     for group in groups:
         num_rows, num_queries = group.tokens.shape
-        held = kv_cache[group.block_table].transpose(1, 2).flatten(2, 3)  # [rows, H, keys, 2D]
+        held = kv_cache[group.block_table].transpose(1, 2).flatten(2, 3).to(query.dtype)  # [rows, H, keys, 2D]
         # Query heads of a KV head become further queries of it: [rows, H, G * queries, D]
         grouped = query[group.tokens].view(num_rows, num_queries, num_kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4)
         num_heads_per_kv = grouped.shape[2]
@@ -89,4 +97,5 @@ def attend(
             grouped.flatten(2, 3), held[..., :head_dim], held[..., head_dim:], attn_mask=mask, scale=scale
         )
         result = result.view(num_rows, num_kv_heads, num_heads_per_kv, num_queries, head_dim).permute(0, 3, 1, 2, 4)
-        output[group.tokens] = result.reshape(num_rows, num_queries, -1, head_dim)
+        result = result.reshape(num_rows, num_queries, -1, head_dim)
+        output[group.tokens] = result if value_scale == 1 else result * value_scale

@@ -17,16 +17,18 @@ def poison(sets: WorkingSets, kv_cache: torch.Tensor, layer: int, rows: torch.Te
         layer: The layer.
         rows: `int32[n, len(Row)]` of the selection.
     """
-    num_heads, head_dim, device = kv_cache.shape[1], kv_cache.shape[3] // 2, kv_cache.device
+    num_heads, head_dim, dtype, device = kv_cache.shape[1], kv_cache.shape[3] // 2, kv_cache.dtype, kv_cache.device
     found, slot = sets.plan[layer, : len(rows)].long().unbind(-1)  # [rows, heads, cap] each
     request = rows[:, Row.REQUEST].long()[:, None, None]
     # Entries without a unit write the null block as it is, so that the device need not be asked which they are.
     is_fetched = (found >= 0) & (request >= 0)
     block = torch.where(is_fetched, sets.slot_ids[request.clamp(min=0), slot.clamp(min=0)].long(), 0)
     head = torch.arange(num_heads, device=device)[None, :, None]
-    huge = torch.zeros(2 * head_dim, dtype=kv_cache.dtype, device=device)
-    huge[head_dim:] = 1e4
-    kv_cache[block, head] = torch.where(is_fetched[..., None, None], huge, kv_cache[block, head])
+    huge = torch.zeros(2 * head_dim, dtype=dtype, device=device)
+    huge[head_dim:] = min(1e4, torch.finfo(dtype).max)
+    # As bytes: torch has few operations on fp8.
+    held = kv_cache.view(torch.uint8)
+    held[block, head] = torch.where(is_fetched[..., None, None], huge.view(torch.uint8), held[block, head])
 
 
 def check_working_set(

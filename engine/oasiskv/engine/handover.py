@@ -22,6 +22,7 @@ from oasiskv.core.errors import (
 from oasiskv.core.handover import HandoverLayout
 from oasiskv.engine.host_pool import HostPool
 from oasiskv.engine.state import CacheShape, WorkingSets
+from oasiskv.kernels.formats import FP8
 
 MAX_UNDERWAY_BYTES = 256 * 2**20
 """Copies of staged bytes that wait to be written; the engine waits when there are more, so that they stay bounded."""
@@ -37,6 +38,8 @@ def check_can_hand_over(config: LookaheadConfig, shape: CacheShape, device: torc
         raise UnsupportedError(f"device: expected cpu, the only one with handovers yet, got {device.type}")
     if shape.is_fp8:
         raise UnsupportedError("host_dtype: expected auto where requests are handed over, got fp8")
+    if shape.dtype == FP8:
+        raise UnsupportedError("--kv-cache-dtype: expected auto where requests are handed over, got fp8")
     if 4 * config.budget_blocks > shape.unit_bytes:
         raise UnsupportedError(
             f"budget_blocks: expected at most {shape.unit_bytes // 4}, whose map fits into a unit, "

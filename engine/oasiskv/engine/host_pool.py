@@ -21,14 +21,15 @@ import torch
 
 from oasiskv.core.errors import ConfigError, UnsupportedError
 from oasiskv.core.host_memory import HostPoolConfig
+from oasiskv.kernels.formats import FP8, WIDE
 
 logger = logging.getLogger(__name__)
 
 Report = Callable[[int, int], None]
 """Called with the bytes that are ready and the bytes in all, in the thread that makes the pool."""
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.uint8)
-"""Of the elements; bytes where units are fp8."""
+DTYPES = (*WIDE, FP8, torch.uint8)
+"""Of the elements; bytes where units are fp8 with scales of their own."""
 CHUNK_BYTES = 256 * 2**20
 """What a thread touches at a time; a multiple of the huge page size."""
 MAX_THREADS = 16
@@ -185,6 +186,8 @@ def _check(config: HostPoolConfig, dtype: torch.dtype, *, pin: bool) -> None:
         raise UnsupportedError(f"dtype: expected one of {DTYPES}, got {dtype}")
     if dtype.itemsize != config.dtype_bytes:
         raise ConfigError(f"dtype: expected {config.dtype_bytes} bytes per element, got {dtype}")
+    if (dtype == FP8) != config.is_fp8_cache:
+        raise ConfigError(f"dtype: expected {FP8} for an fp8 cache and nothing else, got {dtype}")
     if pin and not torch.cuda.is_available():
         raise UnsupportedError("pin: expected a CUDA device, got none")
 

@@ -476,7 +476,7 @@ class Runtime:
             layout=sets.summaries,
             alpha=config.score_alpha,
             reduction=config.group_reduction,
-            scale=self.shape.scale,
+            scale=self.shape.score_scale(layer),
             num_sinks=config.sink_blocks,
         )
 

@@ -9,6 +9,7 @@ from oasiskv.core.errors import UnsupportedError
 from oasiskv.core.host_memory import FP8_SCALE_BYTES, HostPoolConfig
 from oasiskv.core.layout import SparseLayout
 from oasiskv.engine.upload import upload
+from oasiskv.kernels.formats import FP8
 from oasiskv.kernels.rows import Counter, Row, SummaryLayout
 
 
@@ -24,10 +25,16 @@ class CacheShape:
     head_dim: int
     block_size: int
     dtype: torch.dtype
+    """Of the numbers in the cache."""
     scale: float
     """Softmax scale of attention."""
+    query_dtype: torch.dtype | None = None
+    """Of published queries; None where it is that of the cache."""
+    key_scales: tuple[float, ...] = ()
+    """By layer: what the product of a published query and a key of the cache is to be multiplied by, where their
+    numbers are fp8; else empty."""
     is_fp8: bool = False
-    """Whether the host holds units as fp8."""
+    """Whether the host holds units as fp8 with scales of their own."""
     tp_rank: int = 0
     """Tensor-parallel rank of this process, counted from 0; KV heads are split evenly, in order."""
     tp_size: int = 1
@@ -35,8 +42,13 @@ class CacheShape:
 
     @property
     def host_dtype(self) -> torch.dtype:
-        """Type of the host pool's tensor: bytes where units are fp8, for their scales lie between them."""
+        """Type of the host pool's tensor: bytes where units have scales, which lie between them."""
         return torch.uint8 if self.is_fp8 else self.dtype
+
+    @property
+    def published_dtype(self) -> torch.dtype:
+        """Type of published queries."""
+        return self.query_dtype or self.dtype
 
     @property
     def unit_bytes(self) -> int:
@@ -48,6 +60,10 @@ class CacheShape:
     def host_block_bytes(self) -> int:
         """Bytes in host memory of one block over all layers and heads of this process."""
         return self.host_pool(1).block_bytes
+
+    def score_scale(self, layer: int) -> float:
+        """Return what a layer's scores are multiplied by to be logits of attention."""
+        return self.scale * self.key_scales[layer] if self.key_scales else self.scale
 
     def host_pool(self, num_blocks: int) -> HostPoolConfig:
         """Return the shape of this process's host pool.
@@ -62,6 +78,7 @@ class CacheShape:
             block_size=self.block_size,
             head_dim=self.head_dim,
             dtype_bytes=self.host_dtype.itemsize,
+            is_fp8_cache=self.dtype == FP8,
         )
 
 
@@ -118,9 +135,8 @@ class WorkingSets:
         self.page_ids = ints(max_requests, max_pages)
         self.host_table = ints(max_requests, max_blocks)
         self.plan = ints(layers, max_requests, heads, max(1, config.most_cap), 2)
-        self.query = torch.zeros(
-            layers, max_requests, shape.num_query_heads, shape.head_dim, dtype=shape.dtype, device=device
-        )
+        heads_of_queries = (shape.num_query_heads, shape.head_dim)
+        self.query = torch.zeros(layers, max_requests, *heads_of_queries, dtype=shape.published_dtype, device=device)
         # Rounded up, so that the rows of each layer begin at a multiple of 16 bytes: kernels are compiled for that.
         self.rows = ints(layers, -(-max_requests // 4) * 4, len(Row))
         self.blocks = ints(layers, max_requests, heads, budget)

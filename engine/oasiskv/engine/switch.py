@@ -42,7 +42,7 @@ def switch_layer(
         resident: Out, `int32[num_kv_heads, budget]`: block index in each slot.
         layout: Kind and place of summaries.
         config: How to score.
-        scale: Softmax scale of attention.
+        scale: What the layer's scores are multiplied by to be logits of attention.
     """
     device = kv_cache.device
     num_heads, budget = resident.shape
@@ -110,7 +110,7 @@ def switch_request(
             sets.resident[layer, slot],
             layout=sets.summaries,
             config=config,
-            scale=shape.scale,
+            scale=shape.score_scale(layer),
         )
         sets.stamp[layer, slot] = stamp
 

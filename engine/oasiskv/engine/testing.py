@@ -392,8 +392,8 @@ class EngineProcess:
                 over greedy decoding; `at` and `abort_at`, steps; `lora`, a folder; `tools`.
             **job: `settings` of the backend, which runs stock without; `sample=True` to look at every step;
                 `preempt_at`, steps before which all running requests are preempted; `reject_drafts=True` to
-                reject drafts in a stock engine; `staged`, a folder in the place of a staging service; `take`,
-                leases whose handover is taken at the end.
+                reject drafts in a stock engine; `kv_scales`, of K and V in an fp8 cache; `staged`, a folder in
+                the place of a staging service; `take`, leases whose handover is taken at the end.
 
         Raises:
             EngineStartError: the engine refused to start.

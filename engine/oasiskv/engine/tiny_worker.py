@@ -25,8 +25,8 @@ from oasiskv.kernels.summarize.reference import fp8_rows, read_rows, widen_rows
 NOISE = -1
 """The text whose K, V and queries rejected draft tokens have: another one than any request's."""
 
-NOBODYS = 77
-"""K and V where no token lies; no token has it."""
+NOBODYS = 80
+"""K and V where no token lies; no token has it, and every format of numbers does."""
 
 
 class Texts:
@@ -45,16 +45,16 @@ class Texts:
         """Draw all texts."""
         random = torch.Generator().manual_seed(seed)
 
-        def draw(largest: int, heads: int, width: int) -> torch.Tensor:
+        def draw(largest: int, heads: int, width: int, dtype: torch.dtype) -> torch.Tensor:
             size = (num_texts + 1, shape.num_layers, num_tokens, heads, width)
-            return torch.randint(-largest, largest + 1, size, generator=random).to(shape.dtype)
+            return torch.randint(-largest, largest + 1, size, generator=random).to(dtype)
 
-        self.kv = draw(40 if shape.is_fp8 else 4, shape.num_kv_heads, 2 * shape.head_dim)
+        self.kv = draw(40 if shape.is_fp8 else 4, shape.num_kv_heads, 2 * shape.head_dim, shape.dtype)
         self.held = self.kv.clone()
         for first in range(0, num_tokens - shape.block_size + 1, shape.block_size) if shape.is_fp8 else ():
             block = self.held[:, :, first : first + shape.block_size]  # [T, L, B, H, 2D]
             block.copy_(widen(*narrow(block.transpose(2, 3)), shape.dtype).transpose(2, 3))
-        self.query = draw(3, shape.num_query_heads, shape.head_dim)
+        self.query = draw(3, shape.num_query_heads, shape.head_dim, shape.published_dtype)
 
 
 TINY_COST = StepCost(
@@ -226,6 +226,8 @@ class TinyWorker:
         """By request, layer and KV head; sparse requests only."""
         self.counts = torch.zeros(shape.num_layers, shape.num_kv_heads, len(Counter), dtype=torch.int64)
         """What requests that ended counted."""
+        self.given_dtype = shape.published_dtype
+        """Of queries as the engine gives them."""
         self._queries: dict[tuple[str, int], torch.Tensor] = {}
         self.num_complete: dict[str, int] = {}
         """Blocks of each sparse request that its working sets took in."""
@@ -335,7 +337,7 @@ class TinyWorker:
             query = self._queries.get((row.request_id, layer))
             if query is None:
                 # The drafter never ran for it.
-                query = torch.zeros(self.shape.num_query_heads, self.shape.head_dim, dtype=self.shape.dtype)
+                query = torch.zeros(self.shape.num_query_heads, self.shape.head_dim, dtype=self.shape.published_dtype)
             predicted = self._predict(row, layer, query, num_complete)
             for head, chosen in enumerate(predicted):
                 self.working_sets[row.request_id, layer, head] = WorkingSetModel.start(chosen, self._step)
@@ -370,7 +372,7 @@ class TinyWorker:
             self._write(layer, row)
         query = torch.cat([row.of(self.texts.query, layer) for row in rows])
         output = torch.full_like(query, float("nan"))
-        self.runtime.publish(layer, query)
+        self.runtime.publish(layer, query.to(self.given_dtype))
         if self.config.prediction == "on-demand":
             self._look_ahead(layer, rows, num_complete)
         groups = group_rows(query_start_loc, plan.seq_lens, plan.block_table, self.shape.block_size)
@@ -450,10 +452,11 @@ class TinyWorker:
         heads = every_head[:, None]
         held = self.kv_caches[layer][self.sets.slot_ids[slot].long()[None], heads]
         is_here = ~self.runtime.inbox.fetched.absent[layer, slot, :num_complete]
-        assert torch.equal(host[is_here], true[is_here]), (
+        assert torch.equal(host[is_here].float(), true[is_here].float()), (
             f"layer {layer}: host memory of {row.request_id!r} differs from what was computed"
         )
-        assert torch.equal(held, true[resident, heads]), f"layer {layer}: slots of {row.request_id!r} hold other units"
+        is_same = torch.equal(held.float(), true[resident, heads].float())
+        assert is_same, f"layer {layer}: slots of {row.request_id!r} hold other units"
 
     def _check_summaries(self, layer: int, row: TinyRow, num_complete: int) -> None:
         slot, layout = self.slot_of(row.request_id), self.sets.summaries
@@ -463,7 +466,7 @@ class TinyWorker:
         true = torch.cat([upper, lower], -1) if layout.kind == "minmax" else ((upper + lower) / 2).to(self.shape.dtype)
         if layout.is_fp8:
             true = widen_rows(*fp8_rows(keys, layout))
-        assert torch.equal(stored, true), f"layer {layer}: summaries of {row.request_id!r} differ from its keys"
+        assert torch.equal(stored, true.float()), f"layer {layer}: summaries of {row.request_id!r} differ from its keys"
 
     def _write(self, layer: int, row: TinyRow) -> None:
         position = torch.arange(row.num_computed, row.num_computed + row.num_new)
@@ -488,6 +491,6 @@ class TinyWorker:
                     sees[head] &= is_active | torch.isin(token // size, torch.tensor(model.slots))
             mine = first + chosen
             expected = dense_attention(query[mine], row.history(self.texts, layer, num_held), sees, self.shape.scale)
-            tolerance = 1e-4 if self.shape.dtype == torch.float32 else 0.06
+            tolerance = 1e-4 if query.dtype == torch.float32 else 0.06
             torch.testing.assert_close(output[mine].double(), expected, rtol=tolerance, atol=tolerance)
             first += row.num_new

@@ -4,9 +4,10 @@ import torch
 
 from oasiskv.core.errors import ConfigError
 from oasiskv.core.host_memory import fp8_part_bytes
+from oasiskv.kernels.formats import FP8, WIDE
 from oasiskv.kernels.rows import Row, SummaryLayout
 
-_CONTENT = (torch.float32, torch.float16, torch.bfloat16)
+_CONTENT = (*WIDE, FP8)
 _COUNTS = (torch.int32,)
 
 
@@ -53,7 +54,8 @@ def cache(field: str, value: torch.Tensor) -> tuple[int, int, int]:
         value: The argument.
 
     Raises:
-        ConfigError: It is not `[num_blocks, num_kv_heads, block_size, 2 * head_dim]` in float32, float16 or bfloat16.
+        ConfigError: It is not `[num_blocks, num_kv_heads, block_size, 2 * head_dim]` in float32, float16, bfloat16 or
+            float8_e4m3fn.
     """
     tensor(field, value, (None, None, None, None), _CONTENT)
     _, num_kv_heads, block_size, width = value.shape
@@ -73,7 +75,7 @@ def units(value: torch.Tensor, layer: int, kv_cache: torch.Tensor) -> None:
     Raises:
         ConfigError: The pool does not hold units of this cache, or has no such layer.
     """
-    if value.dtype == torch.uint8:
+    if value.dtype == torch.uint8 and kv_cache.dtype != FP8:
         _, num_kv_heads, block_size, width = kv_cache.shape
         tensor("units", value, (None, None, fp8_part_bytes(num_kv_heads, block_size, width // 2)), (torch.uint8,))
     else:

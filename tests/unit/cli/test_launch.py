@@ -114,6 +114,27 @@ def test_requests_name_a_known_model_as_its_user_did(folder: Path, monkeypatch: 
     assert "--served-model-name" not in make(folder).arguments
 
 
+def test_an_fp8_cache_halves_what_is_planned_and_goes_to_vllm(folder: Path) -> None:
+    made = make(folder, kv_cache_dtype="fp8_e4m3")
+    assert flag(made, "--kv-cache-dtype") == "fp8_e4m3"
+    assert settings(made)["host_pool_bytes"] == 4 * 257 * BLOCK_BYTES // 2
+    assert "--kv-cache-dtype" not in make(folder).arguments
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kv_cache_dtype": "fp8_e5m2"}, "^--kv-cache-dtype: expected one of auto, fp8, fp8_e4m3, got fp8_e5m2"),
+        ({"kv_cache_dtype": "fp8", "settings": ["host_dtype=fp8"]}, "^host_dtype: expected auto with --kv-cache-dtype"),
+    ],
+)
+def test_a_cache_that_cannot_be_served_is_refused_before_anything_loads(
+    folder: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        make(folder, **changes)
+
+
 def test_flags_for_vllm_come_last_and_unchanged(folder: Path) -> None:
     assert make(folder, rest=["--api-key", "x y"]).arguments[-2:] == ["--api-key", "x y"]
 

@@ -129,6 +129,17 @@ def test_fp8_units_let_host_memory_hold_more_and_leave_the_engine_as_it_is() -> 
         Plan(pools=pools, config=replace(config, host_pool_bytes=512 * block_bytes), engine_bytes=None)
 
 
+def test_an_fp8_cache_takes_a_quarter_of_float32_in_both_tiers_and_the_plan_says_so() -> None:
+    block_bytes, config = BLOCK_BYTES // 4, LookaheadConfig(budget_blocks=128, host_pool_bytes=2000 * BLOCK_BYTES // 4)
+    pools = make_pools(is_fp8_cache=True)
+    plan = Plan(pools=pools, config=config, engine_bytes=1025 * block_bytes)
+    assert pools.block_bytes == pools.host_block_bytes(config) == block_bytes
+    assert (plan.num_host_blocks, plan.num_engine_blocks) == (2000, 1024)
+    # A page still has a row for each of its tokens.
+    assert pools.held_blocks(8192, config) == make_pools().held_blocks(8192, config) == 128 + 32
+    assert "3 KV heads of 64, float32, KV cache in fp8; " in next(iter(plan.lines()))
+
+
 def test_an_unknown_engine_pool_is_shown_as_unknown_and_a_guess_as_a_guess() -> None:
     plan = make_plan(make_pools(), engine_bytes=None)
     assert plan.concurrency(8192)["dense"] is None

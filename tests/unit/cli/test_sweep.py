@@ -31,6 +31,13 @@ def test_stock_modes_know_nothing_of_the_backend() -> None:
     assert drafted["compilation_config"]["cudagraph_capture_sizes"] == [2, 32, 80]
 
 
+def test_an_fp8_cache_is_vllms_own_with_the_backend_and_without() -> None:
+    for mode in ("dense-fp8", "oasiskv-kv-fp8"):
+        engine = sweep.engine_arguments(arguments(), sweep.MODES[mode], 64, is_cuda=True)
+        assert engine["kv_cache_dtype"] == "fp8"
+        assert ("kv_transfer_config" in engine) == (mode != "dense-fp8")
+
+
 def test_settings_of_the_command_line_win_over_those_of_the_mode() -> None:
     given = arguments("--set", "signal=flags", "--set", "budget_blocks=64", "--host-memory", "2GiB")
     engine = sweep.engine_arguments(given, sweep.MODES["oasiskv-joined"], 64, is_cuda=False)

@@ -97,6 +97,7 @@ def host_block_bytes(kv_cache_config: "KVCacheConfig", config: LookaheadConfig) 
         block_size=spec.block_size,
         head_dim=spec.head_size,
         dtype_bytes=1 if config.host_dtype == "fp8" else spec.dtype.itemsize,
+        is_fp8_cache=spec.dtype.itemsize == 1,
     ).block_bytes
 
 

@@ -22,6 +22,7 @@ from oasiskv.engine.attention import AttentionGroups, attend, group_rows
 from oasiskv.engine.plan import StepPlan
 from oasiskv.engine.vllm.manager import LookaheadSpec
 from oasiskv.engine.vllm.worker import LookaheadWorker, WorkerBackend, current, is_planned, runner_is_v2
+from oasiskv.kernels.formats import FP8
 
 
 @dataclass
@@ -96,8 +97,12 @@ class LookaheadCPUImpl(CPUAttentionBackendImpl):
         is_real = slot_mapping >= 0
         slots, num_tokens = slot_mapping[is_real], slot_mapping.shape[0]
         block, offset = slots // block_size, slots % block_size
-        kv_cache[block, :, offset, :head_dim] = key[:num_tokens][is_real]
-        kv_cache[block, :, offset, head_dim:] = value[:num_tokens][is_real]
+        key, value = key[:num_tokens][is_real], value[:num_tokens][is_real]
+        if self.is_fp8_kv_cache:
+            kv_cache = kv_cache.view(FP8)
+            key, value = _as_fp8(key, layer._k_scale_float), _as_fp8(value, layer._v_scale_float)
+        kv_cache[block, :, offset, :head_dim] = key
+        kv_cache[block, :, offset, head_dim:] = value
 
     def forward(
         self,
@@ -120,11 +125,21 @@ class LookaheadCPUImpl(CPUAttentionBackendImpl):
             assert runtime is not None
             runtime.publish(index, query)
         assert attn_metadata.groups is not None
-        attend(query, kv_cache, attn_metadata.groups, self.scale, output)
+        if self.is_fp8_kv_cache:
+            scale, kv_cache = self.scale * layer._k_scale_float, kv_cache.view(FP8)
+            attend(query, kv_cache, attn_metadata.groups, scale, output, value_scale=layer._v_scale_float)
+        else:
+            attend(query, kv_cache, attn_metadata.groups, self.scale, output)
         if attn_metadata.is_planned:
             assert runtime is not None
             runtime.after_attention(index)
         return output
+
+
+def _as_fp8(numbers: torch.Tensor, scale: float) -> torch.Tensor:
+    """Return K or V as an fp8 cache with this scale holds them, as vLLM's GPU kernel rounds them."""
+    largest = torch.finfo(FP8).max
+    return (numbers.float() / scale).clamp(-largest, largest).to(FP8)
 
 
 class LookaheadCPUBackend(CPUAttentionBackend):

@@ -14,6 +14,7 @@ from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import prepare_prefill_inputs
 
+from oasiskv.engine.vllm.layers import is_query_fp8
 from oasiskv.engine.vllm.worker import WorkerBackend
 
 logger = logging.getLogger(__name__)
@@ -98,6 +99,8 @@ class LeanDrafter:
         qkv, _ = attention.qkv_proj(torch.cat([embeds, hidden], -1))
         query, key, value = qkv.split([attention.q_size, attention.kv_size, attention.kv_size], dim=-1)
         query, key = attention.rotary_emb(buffers.positions[:count], query, key)
+        if is_query_fp8(own):
+            query, _ = own.query_quant(query, own._q_scale)
         self._backend.pass_drafter_by(own.layer_name, query.view(count, own.num_heads, own.head_size))
         # No step stands behind the pass as far as the attention is concerned: the backend has nothing to complete.
         with set_forward_context(None, self._speculator.vllm_config, num_tokens=count):

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.utils.math_utils import cdiv
@@ -12,6 +13,7 @@ from oasiskv.core.errors import ConfigError, UnsupportedError
 from oasiskv.core.layout import SparseLayout
 from oasiskv.core.switch_rule import DEVICE_SPEEDS, SwitchRule
 from oasiskv.engine.vllm.names import CONNECTOR, VLLM_VERSION, WORKERS
+from oasiskv.kernels.formats import FP8
 from oasiskv.kernels.rows import SummaryLayout
 
 MAX_ARRIVING = 8
@@ -48,8 +50,14 @@ def sparse_layout(config: LookaheadConfig, block_size: int, head_dim: int, dtype
 
 def layout_of(vllm_config: VllmConfig, config: LookaheadConfig) -> SparseLayout:
     """Return the same from vLLM's configuration, before there is a cache."""
-    model = vllm_config.model_config
-    return sparse_layout(config, vllm_config.cache_config.block_size, model.get_head_size(), model.dtype.itemsize)
+    head_dim = vllm_config.model_config.get_head_size()
+    return sparse_layout(config, vllm_config.cache_config.block_size, head_dim, cache_dtype(vllm_config).itemsize)
+
+
+def cache_dtype(vllm_config: VllmConfig) -> torch.dtype:
+    """Return the number format of the engine's KV cache; vLLM's tensors of fp8 have the dtype uint8."""
+    dtype: torch.dtype = vllm_config.model_config.dtype
+    return dtype if vllm_config.cache_config.cache_dtype == "auto" else FP8
 
 
 def switch_rule(vllm_config: VllmConfig, config: LookaheadConfig) -> SwitchRule:
@@ -73,12 +81,12 @@ def step_sizes(vllm_config: VllmConfig, config: LookaheadConfig) -> dict[str, in
     hidden = text.hidden_size
     attention = 2 * hidden * model.get_head_size() * (text.num_attention_heads + num_heads * num_ranks)
     weights = num_layers * (attention + 3 * num_experts * hidden * width) + hidden * text.vocab_size
-    itemsize = model.dtype.itemsize
+    unit = 2 * vllm_config.cache_config.block_size * model.get_head_size()
     return {
-        "weight_bytes": weights * itemsize // num_ranks,
+        "weight_bytes": weights * model.dtype.itemsize // num_ranks,
         "num_layers": num_layers,
         "num_kv_heads": num_heads,
-        "unit_bytes": 2 * vllm_config.cache_config.block_size * model.get_head_size() * itemsize,
+        "unit_bytes": unit * cache_dtype(vllm_config).itemsize,
         "rows_per_page": layout_of(vllm_config, config).rows_per_page,
     }
 
@@ -161,7 +169,12 @@ def check(vllm_config: VllmConfig) -> None:
             parallel.prefill_context_parallel_size,
         ),
         _Rule(parallel.enable_dbo, "--enable-dbo", "off", "on"),
-        _Rule(cache.cache_dtype != "auto", "--kv-cache-dtype", "auto", cache.cache_dtype),
+        _Rule(
+            bool(cache.kv_cache_dtype_skip_layers),
+            "--kv-cache-dtype-skip-layers",
+            "none",
+            cache.kv_cache_dtype_skip_layers,
+        ),
         _Rule(cache.kv_sharing_fast_prefill, "--kv-sharing-fast-prefill", "off", "on"),
         _Rule(model.enable_sleep_mode, "--enable-sleep-mode", "off", "on"),
     ]
@@ -202,4 +215,6 @@ def check(vllm_config: VllmConfig) -> None:
     for rule in wrong:
         if rule.is_broken:
             raise ConfigError(f"{rule.setting}: expected {rule.expected}, got {rule.got}")
-    layout_of(vllm_config, load(vllm_config))
+    config = load(vllm_config)
+    config.check_cache_dtype(cache.cache_dtype)
+    layout_of(vllm_config, config)

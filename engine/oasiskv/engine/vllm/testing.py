@@ -66,7 +66,8 @@ class Engines:
 
     def get(self, job: dict[str, Any]) -> Any:
         """Return the job's engine, which may be the running one."""
-        key = json.dumps([job["engine"], job.get("settings"), job.get("reject_drafts")], sort_keys=True)
+        names = ("engine", "settings", "reject_drafts", "kv_scales")
+        key = json.dumps([job.get(name) for name in names], sort_keys=True)
         if self._key != key or self.llm is None:
             self.close()
             self.llm, self._key = make_engine(job), key
@@ -105,12 +106,23 @@ def make_engine(job: dict[str, Any]) -> Any:
     llm = LLM(disable_log_stats=False, **engine_options(job))
     # Done by the first engine, and vLLM does not do it twice in one process.
     type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
+    if (scales := job.get("kv_scales")) is not None:
+        set_kv_scales(llm, *scales)
     if job.get("reject_drafts"):
         from oasiskv.engine.vllm.sampling import RejectDrafts
 
         runner = core(llm).model_executor.driver_worker.worker.model_runner
         runner.rejection_sampler = RejectDrafts(runner.sampler, runner.speculative_config, runner.device)
     return llm
+
+
+def set_kv_scales(llm: Any, key_scale: float, value_scale: float) -> None:
+    """Give every layer the scales that a checkpoint may bring for an fp8 cache; only tests set them so."""
+    config = core(llm).model_executor.driver_worker.worker.vllm_config
+    for layer in config.compilation_config.static_forward_context.values():
+        layer._k_scale.fill_(key_scale)
+        layer._v_scale.fill_(value_scale)
+        layer._k_scale_float, layer._v_scale_float = key_scale, value_scale
 
 
 def custom_logits_processor() -> type:

@@ -30,8 +30,10 @@ from oasiskv.engine.state import CacheShape, WorkingSets
 from oasiskv.engine.vllm import settings
 from oasiskv.engine.vllm.connector import StepMetadata, host_block_bytes
 from oasiskv.engine.vllm.handover_calls import HandoverCalls
+from oasiskv.engine.vllm.layers import check_layer, key_scale
 from oasiskv.engine.vllm.manager import LookaheadSpec
 from oasiskv.engine.vllm.names import CONNECTOR
+from oasiskv.kernels.formats import FP8
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +106,7 @@ class WorkerBackend:
             name for name in layers if name not in target_names
         ]
         for name in names:
-            _check_layer(name, layers[name], impl_class)
+            check_layer(name, layers[name], impl_class)
         shapes = {(layer.num_heads, layer.num_kv_heads, layer.head_size, layer.impl.scale) for layer in layers.values()}
         if len(shapes) != 1:
             raise UnsupportedError(
@@ -112,6 +114,7 @@ class WorkerBackend:
                 f"got {sorted(shapes)}; choose another draft model, or method 'ngram'"
             )
         num_heads, num_kv_heads, head_dim, scale = shapes.pop()
+        dtype = settings.cache_dtype(self.vllm_config)
         self._layers = {name: index for index, name in enumerate(names)}
         self._shape = CacheShape(
             num_layers=len(names),
@@ -120,8 +123,10 @@ class WorkerBackend:
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             block_size=self.vllm_config.cache_config.block_size,
-            dtype=self.vllm_config.model_config.dtype,
+            dtype=dtype,
             scale=scale,
+            query_dtype=self.vllm_config.model_config.dtype,
+            key_scales=tuple(key_scale(layers[name]) for name in names) if dtype == FP8 else (),
             is_fp8=self.config.host_dtype == "fp8",
             tp_rank=get_tensor_model_parallel_rank(),
             tp_size=self.vllm_config.parallel_config.tensor_parallel_size,
@@ -148,6 +153,8 @@ class WorkerBackend:
         if set(group.layer_names) != self._layers.keys() or not isinstance(group.kv_cache_spec, LookaheadSpec):
             raise ConfigError(f"kv_cache_config: expected a cache for {sorted(self._layers)}, got {group.layer_names}")
         caches = [context[name].kv_cache for name in self._layers]
+        if self._shape.dtype == FP8:
+            caches = [cache.view(FP8) for cache in caches]
         shape = (self._shape.num_kv_heads, self._shape.block_size, 2 * self._shape.head_dim)
         for name, cache in zip(self._layers, caches, strict=True):
             if tuple(cache.shape[1:]) != shape or not cache.is_contiguous():
@@ -462,18 +469,3 @@ def weight_bytes(runner: Any) -> int:
     modules = [model for model in models if isinstance(model, torch.nn.Module)]
     weights = {weight.data_ptr(): weight.nbytes for module in modules for weight in module.parameters()}
     return sum(weights.values())
-
-
-def _check_layer(name: str, layer: Attention, impl_class: type) -> None:
-    impl = layer.impl
-    if type(impl) is not impl_class:
-        raise UnsupportedError(f"{name}: expected attention by {impl_class.__name__}, got {type(impl).__name__}")
-    checks = {
-        "logits soft cap": getattr(impl, "logits_soft_cap", None),
-        "ALiBi": getattr(impl, "alibi_slopes", None) is not None,
-        "attention sinks": getattr(impl, "sinks", None) is not None,
-        "KV shared between layers": getattr(impl, "kv_sharing_target_layer_name", None),
-    }
-    for feature, value in checks.items():
-        if value:
-            raise UnsupportedError(f"model: expected no {feature}, got it in {name}; serve this model without OasisKV")

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from oasiskv.kernels.fp8 import kernel as fp8
-from oasiskv.kernels.fp8.kernel import exponent_of, finite_bits, narrow, power_of_two, widen
+from oasiskv.kernels.fp8.kernel import codes, exponent_of, finite_bits, float_of, held_as, narrow, power_of_two, widen
 from oasiskv.kernels.rows import FRESH, Counter, Row, SummaryLayout
 from oasiskv.kernels.summarize.kernel import store_fp8_rows
 
@@ -112,19 +112,19 @@ def _complete(
         page = pages + (page * H + head) * PAGE
         if FP8_ROWS:
             one = tl.zeros([1], tl.int32)
-            all_keys = keys.to(tl.float32)[None, :, :]
+            all_keys = float_of(keys)[None, :, :]
             store_fp8_rows(all_keys, inside, page + one, block % PER_PAGE + one, D, DIM, PER_PAGE, MID)
         else:
-            upper = tl.max(keys.to(tl.float32), axis=0)
-            lower = tl.min(keys.to(tl.float32), axis=0)
+            upper = tl.max(float_of(keys), axis=0)
+            lower = tl.min(float_of(keys), axis=0)
             WIDTH: tl.constexpr = D if MID else 2 * D
             summary = page + (block % PER_PAGE) * WIDTH + dim
             dtype: tl.constexpr = kv_cache.dtype.element_ty
             if MID:
-                tl.store(summary, ((upper + lower) / 2).to(dtype), mask=dim < D)
+                tl.store(summary, held_as((upper + lower) / 2, dtype), mask=dim < D)
             else:
-                tl.store(summary, upper.to(dtype), mask=dim < D)
-                tl.store(summary + D, lower.to(dtype), mask=dim < D)
+                tl.store(summary, held_as(upper, dtype), mask=dim < D)
+                tl.store(summary + D, held_as(lower, dtype), mask=dim < D)
         counter = counters + head * COUNTERS
         tl.atomic_add(counter + WASTED, wasted.to(tl.int64), sem="relaxed")
         tl.atomic_add(counter + EVICTED, tl.full([], 1, tl.int64), sem="relaxed")
@@ -151,9 +151,9 @@ def complete(
     budget = resident.shape[-1]
     is_fp8 = units.dtype == torch.uint8
     _complete[(len(rows), num_kv_heads)](
-        kv_cache,
-        kv_cache.view(torch.uint8) if layout.is_fp8 else kv_cache,
-        units,
+        codes(kv_cache),
+        kv_cache.view(torch.uint8) if layout.is_fp8 else codes(kv_cache),
+        codes(units),
         units.view(torch.float32),
         rows,
         resident,

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from oasiskv.kernels.formats import FP8
 from oasiskv.kernels.fp8.reference import LEAST_EXPONENT, top_exponent
 
 NO_TOP = tl.constexpr(127)
@@ -76,6 +77,24 @@ def widen(numbers, scale, dtype: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @triton.jit
+def float_of(content):
+    """Return what a cache holds as float32 numbers; bytes are those of an fp8 cache."""
+    if content.dtype == tl.uint8:
+        return number_of(content, tl.float32, False)
+    else:
+        return content.to(tl.float32)
+
+
+@triton.jit
+def held_as(numbers, dtype: tl.constexpr):
+    """Return float32 numbers as a cache of a dtype holds them, rounded to nearest; bytes for an fp8 cache."""
+    if dtype == tl.uint8:
+        return narrow(numbers, tl.full([], 0, tl.int32), NO_TOP, False)
+    else:
+        return numbers.to(dtype)
+
+
+@triton.jit
 def narrow_outward(content, exponent, UP: tl.constexpr):
     """Return float32 numbers as bytes of fp8 that are not less (UP) or not greater; what is not finite becomes NaN."""
     bits = content.to(tl.int32, bitcast=True)
@@ -107,6 +126,11 @@ def _round_blocks(
     exponent = exponent_of(tl.max(tl.max(finite_bits(content), axis=2), axis=1), LEAST, TOP)[:, None, None]
     numbers = narrow(content, exponent, TOP, False)
     tl.store(at, widen(numbers, power_of_two(exponent), kv_cache.dtype.element_ty, False), mask=inside)
+
+
+def codes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor as kernels take it: fp8 numbers as their bytes, since the kernels convert them by bits."""
+    return tensor.view(torch.uint8) if tensor.dtype == FP8 else tensor
 
 
 def constants(kv_cache: torch.Tensor) -> dict[str, int]:

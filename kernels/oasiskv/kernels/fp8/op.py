@@ -2,7 +2,9 @@
 
 import torch
 
+from oasiskv.core.errors import ConfigError
 from oasiskv.kernels import check, library
+from oasiskv.kernels.formats import FP8
 from oasiskv.kernels.fp8 import reference
 
 
@@ -17,6 +19,8 @@ def round_blocks(kv_cache: torch.Tensor, block_ids: torch.Tensor) -> None:
         ConfigError: A tensor differs from the above; nothing is written.
     """
     check.cache("kv_cache", kv_cache)
+    if kv_cache.dtype == FP8:
+        raise ConfigError("kv_cache: expected numbers to round, got fp8")
     check.tensor("block_ids", block_ids, (None,), device=kv_cache.device)
     _round_blocks(kv_cache, block_ids)
 

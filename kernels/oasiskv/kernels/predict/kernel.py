@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from oasiskv.kernels.fp8.kernel import number_of
+from oasiskv.kernels.fp8.kernel import codes, number_of
 from oasiskv.kernels.rows import Reduction, Row, SummaryLayout
 from oasiskv.kernels.scratch import scratch
 
@@ -85,6 +85,7 @@ def _scan(
         summary = tl.load(pages + row[:, None] + at[None, :], mask=is_block[:, None] & (at < WIDTH)[None, :], other=0)
         if FP8:
             exponent = tl.load(pages + held + PER_PAGE * WIDTH + block % PER_PAGE, mask=is_block, other=0)
+        if pages.dtype.element_ty == tl.uint8:
             summary = number_of(summary, dtype, NATIVE)
         page = tl.load(page_ids + (block + TILE) // PER_PAGE, mask=block + TILE < last, other=0)
         products = tl.dot(summary, weights, input_precision="ieee")
@@ -310,7 +311,7 @@ def predict(
     keys, arrivals = scratch(query.device, num_pairs * stride * lanes, num_pairs)
     span = max(16, triton.next_power_of_2(layout.width))
     if tile is None:
-        tile = _TILE if pages.element_size() == 2 else 16
+        tile = _TILE if query.element_size() == 2 else 16
     unit = pages.shape[2] * pages.shape[3]
     if layout.is_fp8:
         unit, pages = unit * pages.element_size(), pages.view(torch.uint8)
@@ -321,7 +322,7 @@ def predict(
     _predict[(num_shares, num_pairs)](
         query,
         rows,
-        pages,
+        codes(pages),
         page_ids,
         page_ids.stride(0),
         blocks,

@@ -6,6 +6,7 @@ import torch
 
 from oasiskv.core.errors import ConfigError
 from oasiskv.kernels import check, library
+from oasiskv.kernels.formats import wide_dtypes
 from oasiskv.kernels.predict import reference
 from oasiskv.kernels.rows import Reduction, SummaryLayout
 
@@ -30,7 +31,8 @@ def predict(
     Any other score is finite: NaN, of keys that are not finite, counts as the largest number there is.
 
     Args:
-        query: Lookahead queries of one layer, `[num_requests, num_query_heads, head_dim]`, indexed by request slot.
+        query: Lookahead queries of one layer, `[num_requests, num_query_heads, head_dim]`, indexed by request slot; of
+            the dtype of the cache, or of any but fp8 if the cache is fp8.
         rows: `int32[num_rows, len(Row)]`.
         pages: Where summary pages lie: one layer's KV cache, `[num_blocks, num_kv_heads, block_size, 2 * head_dim]`.
         page_ids: `int32[num_requests, max_pages]`, each request's pages in order.
@@ -40,7 +42,8 @@ def predict(
         layout: Kind and place of summaries.
         alpha: Weight of a block's half width, see `reference.scores_of`.
         reduction: How query heads of a group combine.
-        scale: Softmax scale of attention; only the reduction `softmax` uses it.
+        scale: Softmax scale of attention, times the scales of fp8 keys and queries; only the reduction `softmax` uses
+            it, since no factor that all scores share changes their order.
         num_sinks: First blocks that are always predicted.
 
     Raises:
@@ -49,7 +52,7 @@ def predict(
     cache_shape = check.cache("pages", pages)
     check.layout(layout, cache_shape, pages.dtype)
     num_kv_heads, device = cache_shape[0], pages.device
-    check.tensor("query", query, (None, None, layout.head_dim), (pages.dtype,), device)
+    check.tensor("query", query, (None, None, layout.head_dim), wide_dtypes(pages.dtype), device)
     if query.shape[1] % num_kv_heads:
         raise ConfigError(f"query: expected a multiple of {num_kv_heads} query heads, got {query.shape[1]}")
     num_rows = check.rows(rows, device)

@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from oasiskv.kernels.fp8.kernel import codes, number_of
 from oasiskv.kernels.rows import Row
 
 
@@ -29,7 +30,10 @@ def _publish(
     target = tl.load(slots + row).to(tl.int64) * NUMEL
     offset = tl.arange(0, SPAN)
     mask = offset < NUMEL
-    tl.store(published_query + target + offset, tl.load(query + source + offset, mask=mask), mask=mask)
+    content = tl.load(query + source + offset, mask=mask)
+    if content.dtype == tl.uint8:
+        content = number_of(content, published_query.dtype.element_ty, False)
+    tl.store(published_query + target + offset, content, mask=mask)
 
 
 def publish(
@@ -45,7 +49,7 @@ def publish(
         return
     numel = query.shape[1] * query.shape[2]
     _publish[(len(rows),)](
-        query,
+        codes(query),
         query.stride(0),
         query_rows,
         slots,

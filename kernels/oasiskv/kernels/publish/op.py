@@ -4,6 +4,7 @@ import torch
 
 from oasiskv.core.errors import ConfigError
 from oasiskv.kernels import check, library
+from oasiskv.kernels.formats import wide_dtypes
 from oasiskv.kernels.publish import reference
 
 
@@ -22,7 +23,8 @@ def publish(
         query_rows: `int32[num_rows]`: token of each row whose query looks ahead.
         slots: `int32[num_rows]`: request slot of each row; padding rows name a slot that nobody reads.
         rows: `int32[num_rows, len(Row)]`.
-        published_query: Out, `[num_requests, num_query_heads, head_dim]`, the queries by request slot.
+        published_query: Out, `[num_requests, num_query_heads, head_dim]`, the queries by request slot; of
+            the dtype of `query`, or of any but fp8 if that is fp8: its numbers without their scale.
         published_rows: Out, `int32[>= num_rows, len(Row)]`; its first rows are written.
 
     Raises:
@@ -37,7 +39,8 @@ def publish(
             "query: expected [num_tokens, num_query_heads, head_dim] with adjacent heads, "
             f"got shape {tuple(query.shape)} and strides {query.stride()}"
         )
-    check.tensor("published_query", published_query, (None, *query.shape[1:]), (query.dtype,), device)
+    shape = (None, *query.shape[1:])
+    check.tensor("published_query", published_query, shape, wide_dtypes(query.dtype), device)
     if check.rows(published_rows, device) < num_rows:
         raise ConfigError(f"published_rows: expected at least {num_rows} rows, got {len(published_rows)}")
     _publish(query, query_rows, slots, rows, published_query, published_rows)

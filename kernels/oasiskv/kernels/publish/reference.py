@@ -12,5 +12,5 @@ def publish(
     published_rows: torch.Tensor,
 ) -> None:
     """Copy queries and rows; see `op.publish`."""
-    published_query[slots.long()] = query[query_rows.long()]
+    published_query[slots.long()] = query[query_rows.long()].to(published_query.dtype)
     published_rows[: len(rows)] = rows

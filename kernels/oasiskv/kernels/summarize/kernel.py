@@ -4,7 +4,16 @@ import torch
 import triton
 import triton.language as tl
 
-from oasiskv.kernels.fp8.kernel import NO_TOP, exponent_of, finite_bits, narrow, narrow_outward
+from oasiskv.kernels.fp8.kernel import (
+    NO_TOP,
+    codes,
+    exponent_of,
+    finite_bits,
+    float_of,
+    held_as,
+    narrow,
+    narrow_outward,
+)
 from oasiskv.kernels.fp8.reference import LEAST_EXPONENT
 from oasiskv.kernels.rows import SummaryLayout
 
@@ -74,7 +83,7 @@ def _summarize(
     # [TILE, B, DIM]
     start = ((source * H + head) * (B * 2 * D))[:, None, None]
     at = start + (tl.arange(0, B) * (2 * D))[None, :, None] + dim[None, None, :]
-    keys = tl.load(kv_cache + at, mask=inside[:, None, :], other=0.0).to(tl.float32)
+    keys = float_of(tl.load(kv_cache + at, mask=inside[:, None, :], other=0))
     block = first_block + index
     page = tl.load(page_ids + block // PER_PAGE, mask=index < num_blocks, other=0).to(tl.int64)
     page = pages + (page * H + head) * UNIT
@@ -87,10 +96,10 @@ def _summarize(
         upper = tl.max(keys, axis=1)
         lower = tl.min(keys, axis=1)
         if MID:
-            tl.store(out, ((upper + lower) / 2).to(dtype), mask=inside)
+            tl.store(out, held_as((upper + lower) / 2, dtype), mask=inside)
         else:
-            tl.store(out, upper.to(dtype), mask=inside)
-            tl.store(out + D, lower.to(dtype), mask=inside)
+            tl.store(out, held_as(upper, dtype), mask=inside)
+            tl.store(out + D, held_as(lower, dtype), mask=inside)
 
 
 def summarize(
@@ -110,9 +119,9 @@ def summarize(
     padded = triton.next_power_of_2(head_dim)
     tile = max(1, min(8, _TILE_BYTES // (block_size * padded * kv_cache.element_size())))
     _summarize[(triton.cdiv(num_blocks, tile), num_kv_heads)](
-        kv_cache,
+        codes(kv_cache),
         block_ids,
-        pages.view(torch.uint8) if layout.is_fp8 else pages,
+        pages.view(torch.uint8) if layout.is_fp8 else codes(pages),
         page_ids,
         first_block,
         num_blocks,

@@ -2,6 +2,7 @@
 
 import torch
 
+from oasiskv.kernels.formats import FP8
 from oasiskv.kernels.fp8.reference import LARGEST, LEAST_EXPONENT, NAN, power_of_two
 from oasiskv.kernels.rows import SummaryLayout
 
@@ -16,9 +17,10 @@ def summary_rows(keys: torch.Tensor, layout: SummaryLayout) -> torch.Tensor:
     Returns:
         `[..., width]` in the dtype of `keys`: `[max | min]`, or `(max + min) / 2` computed in float32.
     """
-    upper, lower = keys.amax(-2), keys.amin(-2)
+    numbers = keys.float() if keys.dtype == FP8 else keys
+    upper, lower = numbers.amax(-2), numbers.amin(-2)
     if layout.kind == "minmax":
-        return torch.cat([upper, lower], -1)
+        return torch.cat([upper, lower], -1).to(keys.dtype)
     return ((upper.float() + lower.float()) / 2).to(keys.dtype)
 
 
