@@ -130,32 +130,41 @@ def test_poison_is_the_largest_number_of_fp8(make: Make) -> None:
     assert torch.equal(cache.float(), before)
 
 
-@pytest.mark.parametrize("key_scale", [1.0, 0.03, 20.0])
-def test_shares_of_a_softmax_are_those_of_the_keys_with_their_scale(key_scale: float) -> None:
-    """Two query heads: which of their favourites is chosen depends on how sharp their softmax is, so on the scale."""
+def first_set(cache: torch.Tensor, query: torch.Tensor, shape: CacheShape, scale: float) -> list[list[int]]:
+    """Return what a switch with the reduction `softmax` chooses from 16 blocks."""
     config = LookaheadConfig(budget_blocks=3, sink_blocks=0, score_alpha=1.0, group_reduction="softmax")
-    random = torch.Generator().manual_seed(4)
-    codes = torch.randint(-8, 9, (20, 2, BLOCK, 8), generator=random).float()
-    query = torch.randint(-3, 4, (4, 4), generator=random).float()
-    shape = replace(SHAPE, key_scales=(1.0, key_scale, 1.0))
-    chosen = []
-    for cache, scale in ((codes.to(FP8), shape.score_scale(1)), (codes * key_scale, shape.scale)):
-        sets = WorkingSets(config, replace(shape, dtype=cache.dtype), 1, 20, torch.device("cpu"))
-        resident = torch.zeros(2, 3, dtype=torch.int32)
-        switch_layer(
-            cache,
-            torch.arange(12, dtype=torch.int32),
-            torch.tensor([[0, 12, 0, -1, 0]], dtype=torch.int32),
-            torch.tensor([13], dtype=torch.int32),
-            query,
-            sets.switch_pages,
-            resident,
-            layout=sets.summaries,
-            config=config,
-            scale=scale,
-        )
-        chosen.append(resident.sort(-1).values.tolist())
-    assert chosen[0] == chosen[1]
+    sets = WorkingSets(config, shape, 1, 20, torch.device("cpu"))
+    resident = torch.zeros(2, 3, dtype=torch.int32)
+    switch_layer(
+        cache,
+        torch.arange(16, dtype=torch.int32),
+        torch.tensor([[0, 16, 0, -1, 0]], dtype=torch.int32),
+        torch.tensor([17], dtype=torch.int32),
+        query,
+        sets.switch_pages,
+        resident,
+        layout=sets.summaries,
+        config=config,
+        scale=scale,
+    )
+    chosen: list[list[int]] = resident.sort(-1).values.tolist()
+    return chosen
+
+
+def test_shares_of_a_softmax_are_those_of_the_keys_with_their_scale() -> None:
+    # How sharp the softmax of each query head is decides whose favourites are chosen, and the keys' scale decides that.
+    random, num_wrong = torch.Generator().manual_seed(4), 0
+    for key_scale in (0.01, 0.03, 3.0) * 8:
+        # Blocks whose keys are alike, else the bounds of all blocks would be.
+        numbers = torch.randint(-7, 8, (20, 2, 1, 8), generator=random).float()
+        numbers = numbers + torch.randint(-1, 2, (20, 2, BLOCK, 8), generator=random)
+        query = torch.randn(4, 4, generator=random) * torch.tensor([1.0, 0.1, 1.0, 0.1])[:, None]
+        shape = replace(SHAPE, key_scales=(1.0, key_scale, 1.0))
+        wanted = first_set(numbers * key_scale, query, replace(shape, dtype=torch.float32), shape.scale)
+        cache = numbers.to(FP8)
+        assert first_set(cache.clone(), query, shape, shape.score_scale(1)) == wanted
+        num_wrong += first_set(cache.clone(), query, shape, shape.scale) != wanted
+    assert num_wrong > 4
 
 
 def test_requests_of_an_fp8_cache_are_not_handed_over(make: Make) -> None:
