@@ -24,8 +24,8 @@ FP8 = {"kv_cache_dtype": "fp8"}
 SCALES = (0.07, 0.013)
 """Of K and V: no powers of two, and small enough that what is rounded is about as large as fp8 goes."""
 SPARSE = {"budget_blocks": BUDGET, "debug_verify": True, "debug_poison": True}
-MARGIN = 1e-2
-"""Two logits closer than this may change places: kernels that read fp8 K and V sum in another order."""
+MARGIN = 1e-3
+"""Two logits closer than this may change places when a batch has other rows: sums of float32 run in another order."""
 
 
 @pytest.fixture(scope="module")

@@ -137,9 +137,14 @@ class LookaheadCPUImpl(CPUAttentionBackendImpl):
 
 
 def _as_fp8(numbers: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return K or V as an fp8 cache with this scale holds them, as vLLM's GPU kernel rounds them."""
-    largest = torch.finfo(FP8).max
-    return (numbers.float() / scale).clamp(-largest, largest).to(FP8)
+    """Return K or V as vLLM's CPU build keeps them in an fp8 cache: rounded towards zero; its GPU kernel rounds to nearest.
+
+    All of e4m3 then happens on numbers that it has: three bits of fraction, or below 2 ** -6 steps of 2 ** -9.
+    """
+    largest, least = torch.finfo(FP8).max, torch.finfo(FP8).smallest_normal
+    scaled = (numbers.float() / scale).clamp(-largest, largest)
+    normal = (scaled.view(torch.int32) & ~0xFFFFF).view(torch.float32)
+    return torch.where(scaled.abs() < least, (scaled * 512).trunc() / 512, normal).to(FP8)
 
 
 class LookaheadCPUBackend(CPUAttentionBackend):
