@@ -137,10 +137,8 @@ class LookaheadCPUImpl(CPUAttentionBackendImpl):
 
 
 def _as_fp8(numbers: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return K or V as vLLM's CPU build keeps them in an fp8 cache: rounded towards zero; its GPU kernel rounds to nearest.
-
-    All of e4m3 then happens on numbers that it has: three bits of fraction, or below 2 ** -6 steps of 2 ** -9.
-    """
+    """Return K or V as vLLM's CPU build keeps them in an fp8 cache: rounded towards zero, where its GPU build does not."""
+    # Three bits of fraction, or steps of 2 ** -9 below 2 ** -6.
     largest, least = torch.finfo(FP8).max, torch.finfo(FP8).smallest_normal
     scaled = (numbers.float() / scale).clamp(-largest, largest)
     normal = (scaled.view(torch.int32) & ~0xFFFFF).view(torch.float32)
