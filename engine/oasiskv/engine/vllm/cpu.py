@@ -137,7 +137,7 @@ class LookaheadCPUImpl(CPUAttentionBackendImpl):
 
 
 def _as_fp8(numbers: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return K or V as vLLM's CPU build keeps them in an fp8 cache: rounded towards zero, where its GPU build does not."""
+    """Return K or V as vLLM's CPU build keeps them in an fp8 cache: rounded towards zero, unlike on a GPU."""
     # Three bits of fraction, or steps of 2 ** -9 below 2 ** -6.
     largest, least = torch.finfo(FP8).max, torch.finfo(FP8).smallest_normal
     scaled = (numbers.float() / scale).clamp(-largest, largest)
