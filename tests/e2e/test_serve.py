@@ -1,5 +1,6 @@
 """The `oasiskv` command on a real server with SmolLM2 on this machine: it answers, counts, refuses and stops."""
 
+import http.client
 import json
 import os
 import re
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -90,13 +92,35 @@ def test_a_server_streams_answers_publishes_its_counts_and_leaves_nothing_on_ctr
         check_metrics(read_metrics(port), answer)
         again, _ = ask_about_the_text(port, "small")
         assert again.text == answer.text
-        server.send_signal(signal.SIGINT)
-        assert server.wait(60) == 130
+        with ThreadPoolExecutor() as pool:
+            cut_off = pool.submit(status_of_a_long_answer, port, "small")
+            wait_until_one_runs(port)
+            server.send_signal(signal.SIGINT)
+            assert server.wait(60) == 130
+            # A server that had to be killed would have answered nothing.
+            assert cut_off.result() == 500
         assert server.stderr.read().splitlines()[-1] == "stopping"
         wait_until_gone(session)
     finally:
         server.terminate()
         server.communicate()
+
+
+def status_of_a_long_answer(port: int, model: str) -> int:
+    connection = http.client.HTTPConnection("127.0.0.1", port)
+    try:
+        body = {"model": model, "prompt": "Once", "max_tokens": 1900, "ignore_eos": True}
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        return connection.getresponse().status
+    finally:
+        connection.close()
+
+
+def wait_until_one_runs(port: int) -> None:
+    end = time.monotonic() + 60
+    while read_metrics(port, "vllm:num_requests_running") != {"vllm:num_requests_running": 1}:
+        assert time.monotonic() < end
+        time.sleep(0.1)
 
 
 def wait_until_gone(session: int) -> None:

@@ -191,6 +191,16 @@ def wants_own_log(rest: Sequence[str], base: Mapping[str, str]) -> bool:
     return is_flagged or base.get("VLLM_CONFIGURE_LOGGING", "1") == "0" or bool(base.get("VLLM_LOGGING_CONFIG_PATH"))
 
 
+def value_of(rest: Sequence[str], flag: str) -> str | None:
+    """Return the last value of a flag of vLLM's, however it is written; None where it is not among them."""
+    value = None
+    for word, following in zip(rest, [*rest[1:], ""], strict=True):
+        name, separator, text = word.partition("=")
+        if name.replace("_", "-") == flag:
+            value = text if separator else following
+    return value
+
+
 def find_device() -> str:
     """Say which build of vLLM is installed: `cpu` or `cuda`.
 

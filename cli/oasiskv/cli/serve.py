@@ -6,7 +6,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from oasiskv.cli.launch import (
     DRAFTERS,
@@ -16,9 +16,10 @@ from oasiskv.cli.launch import (
     environment,
     find_device,
     prepare,
+    value_of,
     wants_own_log,
 )
-from oasiskv.cli.server import Server, stopped_by_sigterm
+from oasiskv.cli.server import STOP_TIMEOUT_S, Server, stopped_by_sigterm
 from oasiskv.core.config import LookaheadConfig
 
 _SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -126,6 +127,7 @@ def run(args: argparse.Namespace) -> int:
         is_verbose=is_verbose,
         least_level=level,
         address=(request.host or "127.0.0.1", request.port) if has_port else None,
+        stop_timeout_s=STOP_TIMEOUT_S + drain_s(request.rest),
     )
     with stopped_by_sigterm(), server:
         try:
@@ -133,6 +135,12 @@ def run(args: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             _say("stopping")
             raise
+
+
+def drain_s(rest: Sequence[str]) -> int:
+    """Return how long vLLM lets requests end by themselves once it is told to stop; 0 unless its user wants it."""
+    text = value_of(rest, "--shutdown-timeout") or ""
+    return int(text) if text.isdecimal() else 0
 
 
 def clock(show: Callable[[str], None]) -> Callable[[str], None]:

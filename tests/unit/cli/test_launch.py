@@ -250,6 +250,19 @@ def test_counts_are_read_as_vllm_reads_them(text: str, value: int) -> None:
     assert serve.count(text) == value
 
 
+@pytest.mark.parametrize(
+    ("rest", "seconds"),
+    [
+        (["--api-key", "k"], 0),
+        (["--shutdown-timeout", "30"], 30),
+        (["--shutdown_timeout=7", "--api-key", "k"], 7),
+        (["--shutdown-timeout"], 0),
+    ],
+)
+def test_a_server_that_drains_is_not_killed_before(rest: list[str], seconds: int) -> None:
+    assert serve.drain_s(rest) == seconds
+
+
 def test_a_word_is_no_count() -> None:
     with pytest.raises(ValueError, match="many"):
         serve.count("many")

@@ -129,15 +129,19 @@ def test_a_child_that_waits_for_the_end_of_a_server_that_hangs_may_clean_up(tmp_
     assert cleaned.exists()
 
 
-def test_a_server_and_its_children_end_when_who_started_it_was_killed(tmp_path: Path) -> None:
+def test_a_server_and_its_children_end_when_who_started_it_was_killed_and_shared_memory_with_them(
+    tmp_path: Path,
+) -> None:
     child = f"""
         import signal, subprocess, sys, time
+        from multiprocessing.shared_memory import SharedMemory
         from oasiskv.engine.vllm import api_server
         api_server.POLL_S = api_server.STOP_TIMEOUT_S = 0.1
         api_server.end_with_parent()
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        memory = SharedMemory(create=True, size=1)
         other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-        print("INFO 11-30 00:00:01 [a.py:1] Host memory for KV:", other.pid, flush=True)
+        print("INFO 11-30 00:00:01 [a.py:1] Host memory for KV:", memory.name, other.pid, flush=True)
         {READY}
         time.sleep(60)
     """
@@ -148,19 +152,23 @@ def test_a_server_and_its_children_end_when_who_started_it_was_killed(tmp_path: 
         shown = []
         with Server([sys.executable, {str(tmp_path / "child.py")!r}], dict(os.environ), shown.append) as server:
             server.wait_ready()
-            print(server.pid, shown[0].split()[-1], flush=True)
+            print(*shown[0].split()[-2:], server.pid, flush=True)
             server.wait()
     """
     with subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(parent)], stdout=subprocess.PIPE, text=True
     ) as started:
         assert started.stdout is not None
-        pids = [int(pid) for pid in started.stdout.readline().split()]
-        assert len(pids) == 2
+        name, *words = started.stdout.readline().split()
+        pids, memory = [int(pid) for pid in words], Path("/dev/shm", name)
+        assert (len(pids), memory.exists()) == (2, True)
         started.kill()
     end = time.monotonic() + 20
-    while time.monotonic() < end and any(is_alive(pid) for pid in pids):
+    while time.monotonic() < end and (memory.exists() or any(is_alive(pid) for pid in pids)):
         time.sleep(0.05)
+    is_left = memory.exists()
+    memory.unlink(missing_ok=True)
+    assert not is_left
     assert not any(is_alive(pid) for pid in pids)
 
 

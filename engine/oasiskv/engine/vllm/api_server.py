@@ -1,12 +1,18 @@
 """The process that `oasiskv serve` starts: vLLM's own API server, which ends with the process that started it."""
 
+import functools
 import os
 import signal
 import threading
 import time
+from contextlib import suppress
+from pathlib import Path
 
 POLL_S = 1.0
 STOP_TIMEOUT_S = 10.0
+
+HANG_UP_S = 1
+"""Time that running requests have once the engine stopped: it makes no more tokens, so nothing but errors can come."""
 
 
 def end_with_parent() -> None:
@@ -21,17 +27,38 @@ def end_with_parent() -> None:
             time.sleep(POLL_S)
         os.killpg(0, signal.SIGTERM)
         time.sleep(STOP_TIMEOUT_S)
-        os.killpg(0, signal.SIGKILL)
+        _kill_group()
 
     threading.Thread(target=watch, name="oasiskv-parent", daemon=True).start()
 
 
-def main() -> None:
-    """Run vLLM's server with this process's arguments."""
-    end_with_parent()
-    from vllm.entrypoints.launchers.api_server.entry import main as serve
+def _kill_group() -> None:
+    """Kill this process's group but for the trackers of Python's multiprocessing.
 
-    serve()
+    A tracker unlinks the group's shared memory once nobody else is left, and then ends by itself.
+    """
+    others = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        pid = int(folder.name)
+        with suppress(OSError):
+            is_tracker = b"multiprocessing.resource_tracker" in (folder / "cmdline").read_bytes()
+            if os.getpgid(pid) == os.getpgrp() and pid != os.getpid() and not is_tracker:
+                others.append(pid)
+    for pid in (*others, os.getpid()):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def main() -> None:
+    """Run vLLM's server with this process's arguments; one that is told to stop hangs up on its clients.
+
+    vLLM has no flag for the latter, and waits for them without an end.
+    """
+    end_with_parent()
+    from vllm.entrypoints.launchers.api_server import entry
+
+    entry.run_server = functools.partial(entry.run_server, timeout_graceful_shutdown=HANG_UP_S)
+    entry.main()
 
 
 if __name__ == "__main__":
