@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -194,7 +195,7 @@ def wants_own_log(rest: Sequence[str], base: Mapping[str, str]) -> bool:
 def value_of(rest: Sequence[str], flag: str) -> str | None:
     """Return the last value of a flag of vLLM's, however it is written; None where it is not among them."""
     value = None
-    for word, following in zip(rest, [*rest[1:], ""], strict=True):
+    for word, following in pairwise([*rest, ""]):
         name, separator, text = word.partition("=")
         if name.replace("_", "-") == flag:
             value = text if separator else following

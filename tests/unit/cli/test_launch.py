@@ -253,6 +253,7 @@ def test_counts_are_read_as_vllm_reads_them(text: str, value: int) -> None:
 @pytest.mark.parametrize(
     ("rest", "seconds"),
     [
+        ([], 0),
         (["--api-key", "k"], 0),
         (["--shutdown-timeout", "30"], 30),
         (["--shutdown_timeout=7", "--api-key", "k"], 7),
