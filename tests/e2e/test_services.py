@@ -423,7 +423,10 @@ def test_probes_tell_the_state_of_a_process_and_of_the_path_of_kv(cluster: Clust
     for port in (cluster.prefill_metrics, cluster.decode_metrics):
         assert get(port, "/livez")[0] == 200
     status, body = get(cluster.prefill_metrics, "/readyz")
-    assert (status, json.loads(body)) == (
+    facts = json.loads(body)
+    # What it sees of RDMA depends on the machine, how bytes move does not.
+    assert facts.pop("rdma")["path"] in ("mapped", "one-sided", "stream")
+    assert (status, facts) == (
         200,
         {
             "role": "prefill",

@@ -76,19 +76,24 @@ def revisions(plane: ControlPlane, namespace: str) -> tuple[str, str]:
     return found["prefill"], found["decode"]
 
 
-def readyz(prefill: str, decode: str, *, is_verified: bool) -> str:
+def readyz(prefill: str, decode: str, *, is_verified: bool, rdma: str = "") -> str:
     reason = "" if is_verified else "UnsupportedError: expected model abc, got def"
     peer = {"address": "p:1", "is_ready": True, "is_verified": is_verified, "revision": prefill, "reason": reason}
     path = {"is_verified": is_verified, "peers": [peer]}
-    return json.dumps({"role": "decode", "revision": decode, "is_ready": True, "reasons": [], "kv_path": path})
+    said = {"role": "decode", "revision": decode, "is_ready": True, "reasons": [], "kv_path": path}
+    return json.dumps(said | {"rdma": {"problem": rdma, "note": "", "closeness": "PIX"}})
 
 
 def test_ready_is_true_when_a_block_has_crossed_for_this_revision_and_not_before(
     plane: ControlPlane, cluster_admin: Path, namespace: str, start: Start, answering: Pods
 ) -> None:
+    answering.answers["/readyz"] = readyz("", "", is_verified=False, rdma="memlock: expected 9, got 1")
     start(cluster_admin, "--read-nodes")
     plane.put([sample("chat", namespace)])
     wait_for(lambda: is_settled(plane, namespace, "chat"), "pods to be ready", 90)
+    rdma = condition(plane, namespace, "chat", "RDMAReady")
+    assert (rdma["status"], rdma["reason"]) == ("False", "PodsCannotUseIt")
+    assert rdma["message"].endswith(": memlock: expected 9, got 1")
     prefill, decode = revisions(plane, namespace)
     answering.answers["/readyz"] = readyz(prefill, decode, is_verified=False)
 
@@ -102,6 +107,8 @@ def test_ready_is_true_when_a_block_has_crossed_for_this_revision_and_not_before
     answering.answers["/readyz"] = readyz(prefill, decode, is_verified=True)
     wait_for(lambda: condition(plane, namespace, "chat", "Ready").get("status") == "True", "the service to be ready")
     plane.check("wait", "oks/chat", "-n", namespace, "--for=condition=Ready", "--timeout=10s")
+    wait_for(lambda: condition(plane, namespace, "chat", "RDMAReady")["status"] == "True", "the pods to be asked again")
+    assert condition(plane, namespace, "chat", "RDMAReady")["reason"] == "Usable"
     # What crossed for one revision says nothing of the next one.
     plane.check("patch", "oks", "chat", "-n", namespace, "--type=merge", "-p", '{"spec":{"image":"oasiskv/engine:9"}}')
     wait_for(lambda: condition(plane, namespace, "chat", "Ready").get("status") == "False", "it not to be ready")

@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import json
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from oasiskv.core.errors import PeerUnavailableError
-from oasiskv.operator.settings import STAGING_PORT
+from oasiskv.operator.settings import METRICS_PORT, STAGING_PORT
 from oasiskv.operator.testing_cluster import NODE_SIZE, ControlPlane
 from oasiskv.operator.testing_kubelet import LABEL, FakeKubelet
 from oasiskv.operator.testing_operator import Start, is_settled, sample, wait_for
@@ -94,6 +95,11 @@ def test_staging_answers_who_shows_a_certificate_and_a_renewed_one_needs_no_rest
     assert not is_answered(address, name, renewed)
     nobody = grpc.ssl_channel_credentials((folders["first"] / "authority.pem").read_bytes())
     assert not is_answered(address, name, nobody)
+
+    with urllib.request.urlopen(f"http://{address.rpartition(':')[0]}:{METRICS_PORT}/readyz", timeout=30) as answer:
+        told = json.loads(answer.read())
+    assert (told["role"], told["rdma"]["path"]) == ("staging", "stream")  # as `network.fabric` says
+    assert told["rdma"]["problem"]
 
     put_secret(plane, namespace, folders["renewed"], name)
     wait_for(lambda: is_answered(address, name, renewed), "the renewed certificate to be used")

@@ -4,12 +4,13 @@ import asyncio
 import json
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import aiohttp
 
-from oasiskv.operator.facts import Load
+from oasiskv.operator.facts import Load, RdmaReport
 from oasiskv.operator.observe import Pod
 from oasiskv.operator.settings import METRICS_PORT
 
@@ -18,8 +19,8 @@ WIDTH = 32
 """Most pods that are asked at a time."""
 NUM_ASKED = 4
 """Decode pods that are asked whether KV comes through: each says it only of itself, and one that does is enough."""
-
-
+NUM_ASKED_OF_RDMA = 16
+"""Pods that are asked what they see of RDMA: hosts differ, so more than one counts."""
 FORGET_S = 3600.0
 SAMPLE = re.compile(r"^(oasiskv_\w+)(\{[^}]*\})? ([0-9.eE+-]+)$", re.MULTILINE)
 PLACE = re.compile(r'place="(\w+)"')
@@ -47,6 +48,12 @@ class Asks:
         except (aiohttp.ClientError, TimeoutError, OSError, UnicodeDecodeError):
             return ""
 
+    async def rdma(self, pods: Sequence[Pod]) -> RdmaReport | None:
+        """Ask pods what they see of RDMA; those first that are not ready, since it may be why."""
+        asked = sorted(pods, key=lambda pod: (pod.is_ready, pod.name))[:NUM_ASKED_OF_RDMA]
+        answers = await asyncio.gather(*(self.get(pod, "/readyz") for pod in asked))
+        return rdma_report([(pod.name, answer) for pod, answer in zip(asked, answers, strict=True)])
+
     async def why_unverified(self, pods: Sequence[Pod], path: tuple[str, str]) -> str | None:
         """Ask decode pods whether a block has crossed.
 
@@ -62,6 +69,35 @@ class Asks:
         answers = await asyncio.gather(*(self.get(pod, "/readyz") for pod in asked))
         reasons = [why_unverified(answer, path) for answer in answers]
         return None if None in reasons else next((reason for reason in reasons if reason), "no decode pod has answered")
+
+
+def rdma_report(answers: Sequence[tuple[str, str]]) -> RdmaReport | None:
+    """Return what pods say of RDMA.
+
+    Args:
+        answers: Names of pods, and what they answered to `/readyz`.
+
+    Returns:
+        None if none says anything of it, as images before 0.2 do.
+    """
+    problems, notes, near = [], [], Counter[str]()
+    for name, answer in answers:
+        try:
+            said: Any = json.loads(answer)["rdma"] if answer else None
+            problem, note, closeness = (str(said[key]) for key in ("problem", "note", "closeness"))
+        except (ValueError, KeyError, TypeError):
+            continue
+        problems += [f"pod {name}: {problem}"] if problem else []
+        notes += [f"pod {name}: {note}"] if note else []
+        near[closeness] += 1
+    if not near:
+        return None
+    return RdmaReport(
+        num_pods=near.total(),
+        problem=next(iter(problems), ""),
+        note=next(iter(notes), ""),
+        ways=", ".join(f"{number} {closeness}" for closeness, number in sorted(near.items()) if closeness),
+    )
 
 
 def why_unverified(answer: str, path: tuple[str, str]) -> str | None:

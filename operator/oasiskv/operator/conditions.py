@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from oasiskv.operator.api import ServiceSpec
+from oasiskv.operator.api import Network, ServiceSpec
 from oasiskv.operator.api_status import Condition, RoleStatus, RoleStatuses, ScalingStatus
 from oasiskv.operator.facts import CERTIFICATE, INFERENCE_SERVICE, Facts, Workload
 from oasiskv.operator.names import selector, selector_text
@@ -113,6 +113,25 @@ def scaling_finding(spec: ServiceSpec, scaled: ScalingStatus, roles: frozenset[s
         return Finding("ScalingActive", False, "NoMetrics", message)
     said = [each.message for each in (scaled.prefill, scaled.decode) if each is not None and each.message]
     return Finding("ScalingActive", True, "Operator", "; ".join(said))
+
+
+def rdma_finding(network: Network, facts: Facts) -> Finding | None:
+    """Return what pods say of RDMA; None where KV moves by something else."""
+    if network.rdma is None:
+        return None
+    report = facts.rdma
+    if report is None:
+        # Pods are not asked in each turn. What they said last holds until they are.
+        before = next((each for each in facts.status.conditions if each.type == "RDMAReady"), None)
+        if before is None:
+            return Finding("RDMAReady", None, "NotAsked", "no pod has said yet what it sees of RDMA")
+        return Finding("RDMAReady", {"True": True, "False": False}.get(before.status), before.reason, before.message)
+    if report.problem:
+        return Finding("RDMAReady", False, "PodsCannotUseIt", report.problem)
+    near = f"; GPU and port: {report.ways}" if report.ways else ""
+    if report.note:
+        return Finding("RDMAReady", True, "Slow", f"{report.note}{near}")
+    return Finding("RDMAReady", True, "Usable", f"{report.num_pods} pods can use a port{near}")
 
 
 def with_ready(found: Sequence[Finding], is_suspended: bool) -> list[Finding]:

@@ -14,7 +14,7 @@ from oasiskv.operator.names import digest
 CONTROLLER = "oasiskv.io/operator"
 MAX_NOTE = 1024
 """Characters that the API server takes."""
-BAD = ("Accepted", "ProfileResolved", "Applied", "CertificatesReady", "PlacementFeasible")
+BAD = ("Accepted", "ProfileResolved", "Applied", "CertificatesReady", "PlacementFeasible", "RDMAReady")
 """Conditions of which it is told when they become False, and when they no longer are."""
 
 

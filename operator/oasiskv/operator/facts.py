@@ -99,6 +99,20 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RdmaReport:
+    """What pods say of RDMA."""
+
+    num_pods: int
+    """That said something."""
+    problem: str = ""
+    """What keeps the first one that complains from using it, with its name; empty if nothing does."""
+    note: str = ""
+    """What makes it slow; empty if nothing does."""
+    ways: str = ""
+    """How near ports are to GPUs, as `2 PIX, 1 SYS`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
     """An OasisKVProfile."""
 
@@ -155,6 +169,9 @@ class Facts:
 
     unverified: str = ""
     """What a decode pod says of why none has crossed; empty if nothing."""
+
+    rdma: RdmaReport | None = None
+    """What pods say of RDMA; None where none was asked, or none said anything."""
 
     loads: Mapping[str, Load] = field(default_factory=dict)
     """By role, as far as they were asked for."""

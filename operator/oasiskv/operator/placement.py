@@ -36,36 +36,49 @@ def requests(resources: Resources, placement: Placement, network: Network) -> di
     return made
 
 
-def find_room(
-    nodes: Sequence[Node], wanted: Iterable[tuple[int, Resources]], placement: Placement, network: Network
-) -> Room:
-    """Look for room for pods, the most demanding first, on the nodes that suit.
+class Hosts:
+    """The nodes that suit pods with a GPU; looked for once, since a cluster may have thousands.
 
     The scheduler decides where pods go; this only tells why they would wait.
 
     Args:
         nodes: All nodes.
-        wanted: Number of pods and what each of them gets.
         placement: What nodes must be.
         network: What nodes must offer beside GPUs.
     """
-    groups = [
-        (number, {name: quantity(text) for name, text in requests(resources, placement, network).items()})
-        for number, resources in wanted
-    ]
-    num_pods = sum(number for number, _ in groups)
-    left = list(nodes)
-    for reason, what, suits in _filters(placement, network):
-        before, left = left, [node for node in left if suits(node)]
-        if not left and num_pods:
-            status = PlacementStatus(wanted_pods=num_pods)
-            return Room(status=status, reason=reason, blocker=f"{what}, got 0 of {len(before)} nodes")
-    num_fitting, lacking = _pack(left, groups)
-    status = PlacementStatus(matching_nodes=len(left), wanted_pods=num_pods, fitting_pods=num_fitting)
-    if num_fitting == num_pods:
-        return Room(status=status)
-    blocker = f"{lacking}: expected room for {num_pods} pods, got {num_fitting} on {len(left)} matching nodes"
-    return Room(status=status, reason="NotEnoughRoom", blocker=blocker)
+
+    def __init__(self, nodes: Sequence[Node], placement: Placement, network: Network) -> None:
+        self._placement, self._network = placement, network
+        self._nodes, self._reason, self._blocker = list(nodes), "", ""
+        for reason, what, suits in _filters(placement, network):
+            before, self._nodes = self._nodes, [node for node in self._nodes if suits(node)]
+            if not self._nodes:
+                self._reason, self._blocker = reason, f"{what}, got 0 of {len(before)} nodes"
+                break
+
+    def room(self, wanted: Iterable[tuple[int, Resources]]) -> Room:
+        """Look for room for pods, the most demanding first.
+
+        Args:
+            wanted: Number of pods and what each of them gets.
+        """
+        groups = [
+            (number, {name: quantity(text) for name, text in self._requests(resources).items()})
+            for number, resources in wanted
+        ]
+        num_pods = sum(number for number, _ in groups)
+        if self._blocker and num_pods:
+            return Room(status=PlacementStatus(wanted_pods=num_pods), reason=self._reason, blocker=self._blocker)
+        num_fitting, lacking = _pack(self._nodes, groups)
+        num_nodes = len(self._nodes)
+        status = PlacementStatus(matching_nodes=num_nodes, wanted_pods=num_pods, fitting_pods=num_fitting)
+        if num_fitting == num_pods:
+            return Room(status=status)
+        blocker = f"{lacking}: expected room for {num_pods} pods, got {num_fitting} on {num_nodes} matching nodes"
+        return Room(status=status, reason="NotEnoughRoom", blocker=blocker)
+
+    def _requests(self, resources: Resources) -> dict[str, str]:
+        return requests(resources, self._placement, self._network)
 
 
 def bears(placement: Placement, taint: Taint) -> bool:
@@ -111,7 +124,7 @@ def _has_label(key: str, value: str, node: Node) -> bool:
 
 
 def _offers(name: str, node: Node) -> bool:
-    return node.allocatable.get(name, 0) > 0
+    return bool(node.allocatable.get(name))
 
 
 def _pack(nodes: Sequence[Node], groups: Sequence[tuple[int, Mapping[str, Fraction]]]) -> tuple[int, str]:

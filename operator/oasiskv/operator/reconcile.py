@@ -7,11 +7,11 @@ from typing import Any
 from oasiskv.core.errors import ConfigError
 from oasiskv.operator.api import Network, Placement, ProfileSpec, Resources, ServiceSpec
 from oasiskv.operator.api_status import Pin, ServiceStatus
-from oasiskv.operator.conditions import Finding, conditions, findings, roles, scaling_finding, with_ready
+from oasiskv.operator.conditions import Finding, conditions, findings, rdma_finding, roles, scaling_finding, with_ready
 from oasiskv.operator.facts import INFERENCE_SERVICE, Facts, Ref
 from oasiskv.operator.kinds import read
 from oasiskv.operator.names import REVISION, check_names, kv_generation, owner, spec_hash
-from oasiskv.operator.placement import Room, find_room
+from oasiskv.operator.placement import Hosts, Room
 from oasiskv.operator.render import RENDER_VERSION, Rendered, num_prefills, render
 from oasiskv.operator.scaling import with_numbers
 from oasiskv.operator.surge import Budget, budgeted
@@ -35,6 +35,9 @@ class Outcome:
 
     unverified: tuple[str, str] | None = None
     """Revisions of prefill and decode between which a block has yet to cross; None where none needs to."""
+
+    asks_rdma: bool = False
+    """Whether pods have to say what they see of RDMA."""
 
     asks: frozenset[str] = frozenset()
     """Roles whose load has to be known."""
@@ -61,7 +64,8 @@ def reconcile(service: Mapping[str, Any], facts: Facts) -> Outcome:
         numbers = with_numbers(asked, facts, facts.prefills.get(live or ""))
         kvs = {kv for kv, number in facts.decode_pods.items() if number} | {live or kv_generation(asked)}
         wanted = _wanted(numbers.spec, len(kvs | {kv_generation(asked)}))
-        budget = budgeted(numbers.spec, facts.nodes, wanted, placement, network)
+        hosts = None if facts.nodes is None else Hosts(facts.nodes, placement, network)
+        budget = budgeted(numbers.spec, hosts, wanted)
         spec = budget.spec
         rendered = RENDERERS[pin.render_version](metadata, spec, placement, network, facts.kinds)
     except _NoProfile as error:
@@ -75,11 +79,13 @@ def reconcile(service: Mapping[str, Any], facts: Facts) -> Outcome:
     if is_switched and INFERENCE_SERVICE in facts.kinds:
         made += rendered.decode
     others = kvs - {rendered.kv}
-    room = _room(rendered, budget, wanted, placement, network, facts)
+    room = _room(rendered, budget, wanted, hosts, facts)
     found = findings(spec, rendered, facts, room, is_switched and live in (None, rendered.kv))
     found.insert(1, profile_finding)
     if (scaling := scaling_finding(asked, numbers.status, numbers.roles, facts)) is not None:
         found.append(scaling)
+    if (rdma := rdma_finding(network, facts)) is not None:
+        found.append(rdma)
     path = rendered.revisions["prefill"], rendered.revisions["decode"]
     status = ServiceStatus(
         observed_generation=generation,
@@ -100,6 +106,7 @@ def reconcile(service: Mapping[str, Any], facts: Facts) -> Outcome:
         delete=_surplus(facts, owned, others, before),
         status=status,
         unverified=None if path in facts.verified or num_prefills(spec) == 0 else path,
+        asks_rdma=network.rdma is not None,
         asks=numbers.roles,
     )
 
@@ -182,13 +189,12 @@ def _room(
     rendered: Rendered,
     budget: Budget,
     wanted: Sequence[tuple[int, Resources]],
-    placement: Placement,
-    network: Network,
+    hosts: Hosts | None,
     facts: Facts,
 ) -> Room | None:
-    if facts.nodes is None:
+    if hosts is None:
         return None
-    room = find_room(facts.nodes, wanted, placement, network)
+    room = hosts.room(wanted)
     if not budget.notes:
         return room
     note = "; ".join(budget.notes)

@@ -30,8 +30,11 @@ Key = tuple[str, str]
 Object = Mapping[str, Any]
 FIRST_S, LONGEST_S, REFUSED_S = 0.5, 60.0, 300.0
 """Wait after a failed turn: doubled each time up to the second, or the third where the API server said no."""
-VERIFY_S, LOAD_S = 5.0, 15.0
-"""How often pods are asked whether KV comes through, as long as it has not, and what their load is."""
+VERIFY_S, LOAD_S, RDMA_S = 5.0, 15.0, 60.0
+"""How often pods are asked whether KV comes through, as long as it has not, what their load is, and what they see of
+RDMA; that as often as the load while something is wrong with it."""
+SOON_VERIFIED_S, LATE_VERIFY_S = 60.0, 30.0
+"""After so long without, pods are asked only that often: one that becomes ready is a wake of its own."""
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +67,9 @@ class Shell:
         self._asks, self._loads = asks, Loads(asks)
         self._num_failed: dict[Key, int] = {}
         self._ask_at_s: dict[Key, float] = {}
+        self._rdma_at_s: dict[Key, float] = {}
+        self._unverified: dict[Key, tuple[tuple[str, str] | None, float]] = {}
+        """Between which revisions a block has yet to cross, and since when."""
         self._written: dict[Key, dict[Ref, str]] = {}
         """What each child was last written as, in short."""
         self._reverted: dict[Key, list[Ref]] = {}
@@ -125,8 +131,11 @@ class Shell:
         await self._say(key, service, outcome.status)
         await self._tell(key, service, facts.status, outcome.status)
         if outcome.unverified is not None and facts.decode_pods:
-            return VERIFY_S
-        return LOAD_S if outcome.asks else None
+            _, since_s = self._unverified.get(key, (None, 0.0))
+            return VERIFY_S if time.monotonic() < since_s + SOON_VERIFIED_S else LATE_VERIFY_S
+        if outcome.asks:
+            return LOAD_S
+        return max(0.0, self._rdma_at_s[key] - time.monotonic()) if key in self._rdma_at_s else None
 
     async def _leave(self, key: Key, service: Object, operator: str, other: str) -> None:
         """Tell once that another operator looks after a service; its status is that one's to write."""
@@ -145,6 +154,8 @@ class Shell:
         self.lacking.discard(key)
         self._num_failed.pop(key, None)
         self._ask_at_s.pop(key, None)
+        self._rdma_at_s.pop(key, None)
+        self._unverified.pop(key, None)
         self._store.take_last_words(key)
         self._written.pop(key, None)
         self._reverted.pop(key, None)
@@ -177,12 +188,22 @@ class Shell:
         for pod in self._store.pods(key):
             if not pod.has_ended:
                 by_role.setdefault(pod.labels.get(ROLE, ""), []).append(pod)
+        if self._unverified.get(key, (None, 0.0))[0] != outcome.unverified:
+            self._unverified[key] = outcome.unverified, time.monotonic()
         if outcome.unverified is not None and (decodes := by_role.get("decode")):
             why = await self._asks.why_unverified(decodes, outcome.unverified)
             facts = replace(
                 facts, verified=frozenset({outcome.unverified} if why is None else ()), unverified=why or ""
             )
         now_s = time.monotonic()
+        reachable = [pod for pod in itertools.chain.from_iterable(by_role.values()) if pod.ip]
+        if not outcome.asks_rdma or not reachable:
+            self._rdma_at_s.pop(key, None)
+        elif now_s >= self._rdma_at_s.get(key, 0.0):
+            report = await self._asks.rdma(reachable)
+            is_right = report is not None and not report.problem
+            self._rdma_at_s[key] = now_s + (RDMA_S if is_right else LOAD_S)
+            facts = replace(facts, rdma=report)
         if outcome.asks and now_s >= self._ask_at_s.get(key, 0.0):
             self._ask_at_s[key] = now_s + LOAD_S
             live = facts.decode.kv_generation if facts.decode is not None else None

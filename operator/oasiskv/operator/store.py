@@ -41,6 +41,8 @@ class Store:
         self._pods: dict[Key, dict[str, Pod]] = {}
         self._used: dict[str, dict[str, Fraction]] = {}
         self._last_words: dict[Key, dict[str, str]] = {}
+        self._nodes: list[Node] | None = None
+        """Those of the last look, as long as nothing about them has changed."""
         self.kinds: frozenset[str] = frozenset()
         self.has_room_changed = False
         """Whether nodes, or what others use of them, changed since somebody last set this to False."""
@@ -108,8 +110,10 @@ class Store:
         """Return all nodes, with what pods use; None where they may not be looked at."""
         if not self._reads_nodes:
             return None
-        reflector, _ = self._reflectors[NODES.kind, None]
-        return [replace(node, used=self._used.get(node.name, {})) for node in reflector.items.values()]
+        if self._nodes is None:
+            reflector, _ = self._reflectors[NODES.kind, None]
+            self._nodes = [replace(node, used=dict(self._used.get(node.name, {}))) for node in reflector.items.values()]
+        return self._nodes
 
     def put(self, made: Object) -> None:
         """Take in what the API server returned to a write."""
@@ -185,6 +189,7 @@ class Store:
         for pod, sign in ((before, -1), (now, 1)):
             if pod is not None and pod.node and pod.requests:
                 add(self._used.setdefault(pod.node, {}), pod.requests, sign)
+                self._nodes = None
         self.has_room_changed = True
         if before is not None and SERVICE in before.labels:
             _pop(self._pods, (before.namespace, before.labels[SERVICE]), before.name)
@@ -200,6 +205,8 @@ class Store:
     def _node_changed(self, _: Key, before: Node | None, now: Node | None) -> None:
         if before is not None and now is None:
             self._used.pop(before.name, None)
+        if before != now:
+            self._nodes = None
         self.has_room_changed = self.has_room_changed or before != now
 
 

@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from oasiskv.operator.api import Network, Placement, Resources, Rollout, ServiceSpec
-from oasiskv.operator.facts import Node
-from oasiskv.operator.placement import find_room
+from oasiskv.operator.api import Resources, Rollout, ServiceSpec
+from oasiskv.operator.placement import Hosts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,22 +23,18 @@ class Budget:
 
 def budgeted(
     spec: ServiceSpec,
-    nodes: Sequence[Node] | None,
+    hosts: Hosts | None,
     wanted: Sequence[tuple[int, Resources]],
-    placement: Placement,
-    network: Network,
 ) -> Budget:
     """Return how the pods of a service are replaced.
 
     Args:
         spec: What is asked for.
-        nodes: All nodes; None where they may not be looked at.
+        hosts: The nodes that suit; None where they may not be looked at.
         wanted: Number of all pods with a GPU but those of a surge, and what each of them gets.
-        placement: What nodes must be.
-        network: What nodes must offer beside GPUs.
     """
     # Where not even these have room, the scheduler decides who waits, and the reason is told already.
-    if nodes is None or find_room(nodes, wanted, placement, network).blocker:
+    if hosts is None or hosts.room(wanted).blocker:
         return Budget(spec=spec)
     notes, stuck, taken = [], set(), list(wanted)
     rollouts = {}
@@ -47,7 +42,7 @@ def budgeted(
         rollout = of.rollout
         num_before = sum(number for number, _ in taken)
         surging = [*taken, (rollout.max_surge, of.resources)]
-        num_free = max(0, find_room(nodes, surging, placement, network).status.fitting_pods - num_before)
+        num_free = max(0, hosts.room(surging).status.fitting_pods - num_before)
         rollouts[role] = rollout
         if num_free < rollout.max_surge:
             rollouts[role], note = _within(rollout, num_free)

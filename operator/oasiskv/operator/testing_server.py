@@ -8,7 +8,7 @@ import ssl
 import subprocess
 import time
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -127,6 +127,16 @@ class ApiServer:
         request = urllib.request.Request(f"https://127.0.0.1:{self.port}{path}", data, headers, method=verb)
         with urllib.request.urlopen(request, timeout=30, context=self._context) as answer:
             return json.loads(answer.read())
+
+    def watch(self, path: str, seconds: int) -> Iterator[Any]:
+        """Yield the objects of a path that are there, and then every change, as events of a watch, for so long."""
+        headers = {"Authorization": f"Bearer {self._token}"}
+        mark = "&" if "?" in path else "?"
+        url = f"https://127.0.0.1:{self.port}{path}{mark}watch=true&timeoutSeconds={seconds}"
+        request = urllib.request.Request(url, headers=headers)
+        with urllib.request.urlopen(request, timeout=seconds + 30, context=self._context) as answer:
+            for line in answer:
+                yield json.loads(line)
 
     @cached_property
     def _context(self) -> ssl.SSLContext:

@@ -8,7 +8,8 @@ import pytest
 from aiohttp import web
 
 from oasiskv.operator import asks as asks_module
-from oasiskv.operator.asks import Asks, Loads, numbers, why_unverified
+from oasiskv.operator.asks import Asks, Loads, numbers, rdma_report, why_unverified
+from oasiskv.operator.facts import RdmaReport
 from oasiskv.operator.observe import Pod
 
 PATH = ("r1", "r2")
@@ -40,6 +41,22 @@ def answer(*peers: dict[str, Any], **changes: Any) -> str:
         "kv_path": {"is_verified": True, "peers": list(peers)},
     }
     return json.dumps(said | changes)
+
+
+def rdma(problem: str = "", note: str = "", closeness: str = "PIX") -> str:
+    return json.dumps({"role": "prefill", "rdma": {"problem": problem, "note": note, "closeness": closeness}})
+
+
+def test_the_first_pod_that_cannot_use_rdma_is_named_and_all_are_counted() -> None:
+    found = rdma_report([("a", rdma()), ("b", rdma("gid: x")), ("c", rdma("port: y", "slow")), ("d", ""), ("e", "{}")])
+    assert found == RdmaReport(num_pods=3, problem="pod b: gid: x", note="pod c: slow", ways="3 PIX")
+    found = rdma_report([("a", rdma()), ("b", rdma(closeness="SYS", note="far")), ("c", rdma(closeness=""))])
+    assert found == RdmaReport(num_pods=3, note="pod b: far", ways="1 PIX, 1 SYS")
+
+
+@pytest.mark.parametrize("said", ["", "[]", "<html>", "{}", '{"rdma": 1}', '{"rdma": {"problem": ""}}'])
+def test_who_says_nothing_of_rdma_is_nobodys_blame(said: str) -> None:
+    assert rdma_report([("a", said)]) is None
 
 
 def test_a_block_that_crossed_between_both_revisions_is_what_counts() -> None:

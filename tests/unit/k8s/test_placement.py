@@ -5,7 +5,7 @@ import pytest
 
 from oasiskv.operator.api import Network, Placement, Rdma, Resources, Toleration
 from oasiskv.operator.facts import Node, Taint
-from oasiskv.operator.placement import find_room
+from oasiskv.operator.placement import Hosts
 from oasiskv.operator.testing import node
 
 RDMA = Network(fabric="RDMA", rdma=Rdma(resource="rdma/roce_gdr"))
@@ -14,7 +14,7 @@ PODS = [(2, Resources()), (6, Resources())]
 
 
 def test_pods_that_all_have_room_are_no_blocker() -> None:
-    room = find_room([node()], PODS, Placement(), RDMA)
+    room = Hosts([node()], Placement(), RDMA).room(PODS)
     assert (room.blocker, room.status.matching_nodes, room.status.fitting_pods) == ("", 1, 8)
 
 
@@ -48,7 +48,7 @@ def test_pods_that_all_have_room_are_no_blocker() -> None:
     ],
 )
 def test_the_first_blocker_is_named_in_numbers(nodes: list[Node], placement: Placement, blocker: str) -> None:
-    assert find_room(nodes, PODS, placement, RDMA).blocker == blocker
+    assert Hosts(nodes, placement, RDMA).room(PODS).blocker == blocker
 
 
 @pytest.mark.parametrize(
@@ -62,19 +62,19 @@ def test_the_first_blocker_is_named_in_numbers(nodes: list[Node], placement: Pla
     ],
 )
 def test_a_taint_is_borne_by_a_toleration_of_its_key_value_and_effect(toleration: Toleration, is_borne: bool) -> None:
-    room = find_room([node(taints=(TAINT,))], PODS, Placement(tolerations=(toleration,)), RDMA)
+    room = Hosts([node(taints=(TAINT,))], Placement(tolerations=(toleration,)), RDMA).room(PODS)
     assert (room.blocker == "") is is_borne
 
 
 def test_a_taint_that_only_prefers_keeps_nobody_away() -> None:
     taint = replace(TAINT, effect="PreferNoSchedule")
-    assert find_room([node(taints=(taint,))], PODS, Placement(), RDMA).blocker == ""
+    assert Hosts([node(taints=(taint,))], Placement(), RDMA).room(PODS).blocker == ""
 
 
 def test_a_node_that_is_overcommitted_has_no_room_and_takes_none_from_others() -> None:
     full = node(used={"nvidia.com/gpu": Fraction(20)})
-    assert find_room([full, node("h100-2")], PODS, Placement(), RDMA).status.fitting_pods == 8
+    assert Hosts([full, node("h100-2")], Placement(), RDMA).room(PODS).status.fitting_pods == 8
 
 
 def test_no_pods_fit_anywhere() -> None:
-    assert find_room([], [(0, Resources())], Placement(), RDMA).blocker == ""
+    assert Hosts([], Placement(), RDMA).room([(0, Resources())]).blocker == ""

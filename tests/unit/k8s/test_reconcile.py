@@ -6,8 +6,9 @@ import pytest
 
 from oasiskv.operator import reconcile as module
 from oasiskv.operator.api import Network, Placement, ProfileSpec
+from oasiskv.operator.api_status import Condition, ServiceStatus
 from oasiskv.operator.crds import MAX_NAME
-from oasiskv.operator.facts import CERTIFICATE, INFERENCE_SERVICE, Facts, Profile, Ref, Workload
+from oasiskv.operator.facts import CERTIFICATE, INFERENCE_SERVICE, Facts, Profile, RdmaReport, Ref, Workload
 from oasiskv.operator.reconcile import Outcome, reconcile
 from oasiskv.operator.render import RENDER_VERSION, render
 from oasiskv.operator.testing import SPEC, Cluster, node, service
@@ -383,3 +384,25 @@ class TestProfile:
         spec = {**self.spec, "profile": {"name": "h100"}, "placement": {"nodeSelector": {"pool": "own"}}}
         cluster.settle(service(spec), chance)
         assert self.pools(cluster) == {"own"}
+
+
+def test_what_pods_see_of_rdma_is_a_condition_that_holds_until_they_say_otherwise() -> None:
+    facts = Cluster().facts()
+
+    def said(report: RdmaReport | None, before: ServiceStatus = facts.status) -> tuple[Condition, ServiceStatus]:
+        status = reconcile(service(), replace(facts, rdma=report, status=before)).status
+        (found,) = (each for each in status.conditions if each.type == "RDMAReady")
+        return found, status
+
+    assert (said(None)[0].status, said(None)[0].reason) == ("Unknown", "NotAsked")
+    bad, status = said(RdmaReport(num_pods=2, problem="pod a: memlock: expected 9, got 1"))
+    assert (bad.status, bad.reason, bad.message) == ("False", "PodsCannotUseIt", "pod a: memlock: expected 9, got 1")
+    assert said(None, status)[0] == bad
+    slow, status = said(RdmaReport(num_pods=2, note="pod a: far", ways="1 PIX, 1 SYS"), status)
+    assert (slow.status, slow.reason, slow.message) == ("True", "Slow", "pod a: far; GPU and port: 1 PIX, 1 SYS")
+    good, _ = said(RdmaReport(num_pods=2, ways="2 PIX"), status)
+    assert (good.reason, good.message) == ("Usable", "2 pods can use a port; GPU and port: 2 PIX")
+    # Where KV moves by something else nobody is asked.
+    other = reconcile(service({**SPEC, "network": {"fabric": "TCP"}}), facts)
+    assert not other.asks_rdma
+    assert "RDMAReady" not in {each.type for each in other.status.conditions}

@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -11,8 +12,9 @@ from prometheus_client import generate_latest
 from oasiskv.operator.asks import Asks
 from oasiskv.operator.claims import RENEW_S, Claims
 from oasiskv.operator.metrics import Metrics
-from oasiskv.operator.resources import CHILDREN, SERVICES
-from oasiskv.operator.shell import FIRST_S, LONGEST_S, REFUSED_S, Shell
+from oasiskv.operator.observe import Pod
+from oasiskv.operator.resources import CHILDREN, PODS, SERVICES
+from oasiskv.operator.shell import FIRST_S, LOAD_S, LONGEST_S, RDMA_S, REFUSED_S, Shell
 from oasiskv.operator.store import Store
 from oasiskv.operator.testing import service
 from oasiskv.operator.testing_fake import FakeApi
@@ -426,5 +428,51 @@ def test_requests_that_a_pod_cut_off_at_its_end_are_told_once() -> None:
         assert (told["type"], told["note"]) == ("Warning", f"pod chat-1: {terminated['message']}")
         await bench.turn()
         assert "series" not in bench.events()["RequestsCutOff"]
+
+    run(test)
+
+
+class Answers(Asks):
+    """Asks whose answers are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[tuple[str, str]] = []
+        self.rdma_problem = ""
+
+    async def get(self, pod: Pod, path: str) -> str:
+        self.asked.append((pod.name, path))
+        return json.dumps({"rdma": {"problem": self.rdma_problem, "note": "", "closeness": "PIX"}})
+
+
+def test_pods_are_asked_what_they_see_of_rdma_now_and_then_and_more_often_while_it_is_wrong() -> None:
+    async def test(bench: Bench) -> None:
+        await bench.asks.close()
+        bench.asks = asks = Answers()
+        bench.shell = bench.make_shell()
+        assert await bench.turn() is None
+        assert asks.asked == []
+        pod = {"apiVersion": "v1", "kind": "Pod", "spec": {"containers": []}}
+        labels = {"oasiskv.io/service": "chat", "oasiskv.io/role": "prefill"}
+        metadata = {"name": "chat-1", "namespace": "llm", "labels": labels}
+        bench.api.put({**pod, "metadata": metadata, "status": {"podIP": "127.0.0.1"}})
+        await bench.until(lambda: len(bench.store.pods(KEY)) == 1)
+        again_s = await bench.turn()
+        assert again_s is not None
+        assert LOAD_S < again_s <= RDMA_S
+        assert asks.asked == [("chat-1", "/readyz")]
+        assert bench.condition("RDMAReady")["message"] == "1 pods can use a port; GPU and port: 1 PIX"
+        await bench.turn()
+        assert len(asks.asked) == 1
+        asks.rdma_problem = "gid: expected one at index 3 of mlx5_0:1, got none"
+        bench.shell = bench.make_shell()
+        again_s = await bench.turn()
+        assert again_s is not None
+        assert again_s <= LOAD_S
+        assert bench.condition("RDMAReady")["status"] == "False"
+        assert bench.events()["PodsCannotUseIt"]["note"] == f"RDMAReady: pod chat-1: {asks.rdma_problem}"
+        bench.api.remove(PODS.path("llm", "chat-1"))
+        await bench.until(lambda: not bench.store.pods(KEY))
+        assert await bench.turn() is None
 
     run(test)

@@ -54,6 +54,11 @@ class StagingLink:
             raise PeerUnavailableError(f"staging: expected an answer at {self._config.address}, got none")
         return self._session
 
+    @property
+    def way(self) -> tuple[str, str]:
+        """How bytes move, as `StagingSession.path`, and why that; empty while there is no session."""
+        return ("", "") if self._session is None else (self._session.path, self._session.path_reason)
+
     async def run(self) -> None:
         """Look after the link for as long as the caller lets it."""
         async with StagingClient(self._config.address, tls=self._config.tls, timeout_s=5.0) as client:

@@ -69,6 +69,11 @@ class Router:
         return not self.reasons
 
     @property
+    def way(self) -> tuple[str, str]:
+        """How bytes come from the staging service of its own, and why that; empty while they cannot."""
+        return ("", "") if self.links is None or not self._config.staging else self.links.at(self._config.staging).way
+
+    @property
     def reasons(self) -> list[str]:
         """Why no prompt can be computed elsewhere; empty if one can, or none shall be."""
         if not self._config.prefills:

@@ -16,6 +16,7 @@ from oasiskv.core.errors import (
 )
 from oasiskv.core.generation import Generated, Sampling
 from oasiskv.core.service_config import DecodeConfig
+from oasiskv.services import rdma
 from oasiskv.services.decode.router import Router
 from oasiskv.services.generation import Prompt, check_request_id
 
@@ -127,6 +128,7 @@ class DecodeService:
                     for peer in peers
                 ],
             },
+            "rdma": rdma.facts(rdma.look(), *self._router.way),
         }
 
     @property

@@ -26,6 +26,7 @@ from oasiskv.core.generation import Generated, Handover, Sampling
 from oasiskv.core.handover import HandoverLayout
 from oasiskv.core.layout import SparseLayout
 from oasiskv.core.service_config import PrefillConfig
+from oasiskv.services import rdma
 from oasiskv.services.clients.link import StagingLink
 from oasiskv.services.clients.moves import Lease
 from oasiskv.services.clients.session import StagingSession
@@ -139,6 +140,7 @@ class PrefillService:
             "is_draining": self.is_draining,
             "num_requests": self.num_requests,
             "reasons": self.reasons,
+            "rdma": rdma.facts(rdma.look(), *self._link.way),
         }
 
     @property

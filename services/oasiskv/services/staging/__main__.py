@@ -18,6 +18,7 @@ from oasiskv.core.fingerprint import Fingerprint
 from oasiskv.core.host_memory import check_fits, host_memory_limit
 from oasiskv.core.lease_limits import LeaseConfig
 from oasiskv.core.service_config import TABLES, TlsConfig, build
+from oasiskv.services import rdma
 from oasiskv.services.nixl import net_devices
 from oasiskv.services.rpc.metrics import ServerMetrics
 from oasiskv.services.rpc.server import MESSAGE_OVERHEAD_BYTES, RpcServer, ServerConfig
@@ -163,7 +164,7 @@ async def run(config: ProcessConfig) -> None:
             (SERVICE_NAME,),
             UNLIMITED,
             ServerMetrics((StagingCollector(service, transport.name),)),
-            partial(_facts, service),
+            partial(_facts, service, data_plane, pool_bytes),
         )
         resources.push_async_callback(server.stop, grace_s=1.0)
         resources.push_async_callback(service.directory.stop)
@@ -177,10 +178,18 @@ async def run(config: ProcessConfig) -> None:
         await _drain(service, config, stopping)
 
 
-def _facts(service: StagingService) -> dict[str, Any]:
+def _facts(service: StagingService, data_plane: DataPlane, pool_bytes: int) -> dict[str, Any]:
     """Return what `/readyz` tells."""
-    leases = service.leases.counts().num_leases
-    return {"role": "staging", "is_draining": service.is_draining, "num_requests": leases, "reasons": []}
+    transport = data_plane.transport
+    return {
+        "role": "staging",
+        "is_draining": service.is_draining,
+        "num_requests": service.leases.counts().num_leases,
+        "reasons": [],
+        "rdma": rdma.facts(
+            rdma.look(memory_bytes=pool_bytes), "stream" if transport.name == "none" else "one-sided", transport.reason
+        ),
+    }
 
 
 async def _drain(service: StagingService, config: ProcessConfig, stopping: "asyncio.Queue[int]") -> None:
