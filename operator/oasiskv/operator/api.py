@@ -231,7 +231,8 @@ class Staging:
 
     replacement: Literal["InPlace", "HandOver"] = "InPlace"
     """How a changed pod takes the place of the one that runs: once that has ended, or before, so that it gets what that
-    holds in memory. HandOver needs room for both meanwhile. A change is a new KV generation."""
+    holds in memory. HandOver needs room for both meanwhile, and moves the pod off a node that is cordoned, for which an
+    eviction waits. A change is a new KV generation."""
 
     RULES: ClassVar[tuple[Rule, ...]] = (
         Rule(

@@ -7,6 +7,7 @@ from typing import Literal
 from oasiskv.operator.api import Network, ServiceSpec
 from oasiskv.operator.api_status import Condition, RoleStatus, RoleStatuses, ScalingStatus
 from oasiskv.operator.facts import CERTIFICATE, INFERENCE_SERVICE, Facts, Workload
+from oasiskv.operator.moving import node_left
 from oasiskv.operator.names import selector, selector_text
 from oasiskv.operator.placement import Room
 from oasiskv.operator.render import Rendered
@@ -57,7 +58,11 @@ def findings(
         made.append(Finding("PlacementFeasible", None, "NodesNotVisible", "the operator may not look at nodes"))
     else:
         made.append(Finding("PlacementFeasible", not room.blocker, room.reason, room.blocker or room.note))
-    made.append(_of("StagingReady", facts.stagings.get(rendered.staging)))
+    staging = _of("StagingReady", facts.stagings.get(rendered.staging))
+    if not staging.status and (node := node_left(rendered, facts)):
+        message = f"moves off node {node}, which takes no more pods: {staging.message}"
+        staging = Finding("StagingReady", False, "MovesOffNode", message)
+    made.append(staging)
     made.append(_of("PrefillReady", facts.prefills.get(rendered.kv)))
     if INFERENCE_SERVICE not in facts.kinds:
         message = f"expected the API server to know {INFERENCE_SERVICE}, got none: KServe is not installed"

@@ -45,6 +45,9 @@ def decisions(before: ServiceStatus, now: ServiceStatus) -> Iterator[Decision]:
             yield Decision(reason="RolloutStarted", note=f"pods are made or replaced: {moving.reason}")
         elif moving.status == "False" and was == "True" and moving.reason == "Settled":
             yield Decision(reason="RolloutDone", note="all pods are of the newest revision and ready")
+    staging = new.get("StagingReady")
+    if staging is not None and staging.reason == "MovesOffNode" and _reason(old.get("StagingReady")) != staging.reason:
+        yield Decision(reason="MovesOffNode", note=f"staging {staging.message}")
     path = new.get("KVPathVerified")
     if path is not None and path.reason == "BlockCrossed" and now.verified_revision != before.verified_revision:
         yield Decision(reason="KVPathVerified", note=f"a checksummed block has crossed {path.message}")
@@ -125,6 +128,10 @@ def _by_type(status: ServiceStatus) -> dict[str, Condition]:
 
 def _status(condition: Condition | None) -> str:
     return "" if condition is None else condition.status
+
+
+def _reason(condition: Condition | None) -> str:
+    return "" if condition is None else condition.reason
 
 
 def _now() -> str:

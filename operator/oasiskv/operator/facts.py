@@ -43,6 +43,8 @@ class Node:
     taints: tuple[Taint, ...] = ()
     is_ready: bool = True
     """Whether it is ready and lets pods be scheduled."""
+    is_cordoned: bool = False
+    """Whether somebody told it to take no more pods, as before it is emptied."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,6 +155,12 @@ class Facts:
 
     staging_revisions: Mapping[str, str] = field(default_factory=dict)
     """By KV generation: the revision that its Service leads to, where staging pods are handed over."""
+
+    staging_origins: Mapping[str, str] = field(default_factory=dict)
+    """By name of the StatefulSet, of those that are handed over: the revision of its template where that was new."""
+
+    emptied: Mapping[str, str] = field(default_factory=dict)
+    """By name of the StatefulSet: the node of its pod, if that takes no more pods."""
 
     certificates: Mapping[str, str] = field(default_factory=dict)
     """By KV generation: what cert-manager says of why there is none yet; empty if there is."""

@@ -14,6 +14,8 @@ from oasiskv.operator.kinds import differing, write
 SERVICE, ROLE, KV = "oasiskv.io/service", "oasiskv.io/role", "oasiskv.io/kv-generation"
 REVISION = "oasiskv.io/staging-revision"
 """Of a staging pod that is handed over, and of the one that its Service leads to."""
+ORIGIN = "oasiskv.io/staging-template"
+"""Annotation of a StatefulSet of staging that is handed over: of which template it is, also where its pod moved."""
 ROLES = ("prefill", "decode", "staging")
 MAX_LABEL = 63
 

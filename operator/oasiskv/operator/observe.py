@@ -12,7 +12,7 @@ from oasiskv.operator.api import ProfileSpec
 from oasiskv.operator.api_status import ServiceStatus
 from oasiskv.operator.facts import Decode, Facts, Node, Profile, Ref, Taint, Workload
 from oasiskv.operator.kinds import SUFFIXES, read
-from oasiskv.operator.names import KV, REVISION, ROLE, SERVICE
+from oasiskv.operator.names import KV, ORIGIN, REVISION, ROLE, SERVICE
 
 Object = Mapping[str, Any]
 ENDED = ("Succeeded", "Failed")
@@ -78,19 +78,22 @@ def observe(seen: Seen, now: str) -> Facts:
     """
     status = _status(seen.service)
     own = [pod for pod in seen.pods if not pod.has_ended]
-    prefills, stagings, revisions = {}, {}, {}
+    prefills, stagings, revisions, origins = {}, {}, {}, {}
     inference, certificates = None, {}
     for child in seen.children:
         if child["kind"] == "Deployment":
             prefills[_label(child, KV)] = _workload(child)
         elif child["kind"] == "StatefulSet":
             stagings[child["metadata"]["name"]] = _workload(child)
+            if origin := child["metadata"].get("annotations", {}).get(ORIGIN):
+                origins[child["metadata"]["name"]] = origin
         elif child["kind"] == "Service" and REVISION in child["spec"].get("selector", {}):
             revisions[_label(child, KV)] = child["spec"]["selector"][REVISION]
         elif child["kind"] == "InferenceService":
             inference = child
         elif child["kind"] == "Certificate":
             certificates[_label(child, KV)] = _why_not_issued(child.get("status", {}))
+    cordoned = {node.name for node in seen.nodes or () if node.is_cordoned}
     decode_pods: dict[str, int] = {}
     for pod in own:
         if pod.labels.get(ROLE) == "decode":
@@ -114,6 +117,12 @@ def observe(seen: Seen, now: str) -> Facts:
         prefills=prefills,
         stagings=stagings,
         staging_revisions=revisions,
+        staging_origins=origins,
+        emptied={
+            pod.name.rpartition("-")[0]: pod.node
+            for pod in own
+            if pod.labels.get(ROLE) == "staging" and pod.node in cordoned
+        },
         certificates=certificates,
         decode=None if inference is None else _decode(inference, seen.decode),
         decode_pods=decode_pods,
@@ -221,6 +230,7 @@ def read_node(node: Object) -> Node:
             Taint(key=taint["key"], value=taint.get("value", ""), effect=taint["effect"])
             for taint in node["spec"].get("taints", ())
         ),
+        is_cordoned=node["spec"].get("unschedulable", False),
         is_ready=not node["spec"].get("unschedulable", False)
         and any(each["type"] == "Ready" and each["status"] == "True" for each in node["status"].get("conditions", ())),
     )

@@ -10,6 +10,8 @@ from oasiskv.operator.api_status import Pin, ServiceStatus
 from oasiskv.operator.conditions import Finding, conditions, findings, rdma_finding, roles, scaling_finding, with_ready
 from oasiskv.operator.facts import INFERENCE_SERVICE, Facts, Ref
 from oasiskv.operator.kinds import read
+from oasiskv.operator.moving import budget as budget_of_staging
+from oasiskv.operator.moving import seated
 from oasiskv.operator.names import REVISION, check_names, kv_generation, owner, spec_hash
 from oasiskv.operator.placement import Hosts, Room
 from oasiskv.operator.render import RENDER_VERSION, Rendered, num_prefills, render
@@ -68,6 +70,7 @@ def reconcile(service: Mapping[str, Any], facts: Facts) -> Outcome:
         budget = budgeted(numbers.spec, hosts, wanted)
         spec = budget.spec
         rendered = RENDERERS[pin.render_version](metadata, spec, placement, network, facts.kinds)
+        rendered = seated(rendered, spec, facts)
     except _NoProfile as error:
         return _refused(metadata, facts, [Finding("Accepted", True, "Valid"), error.finding])
     except ConfigError as error:
@@ -76,6 +79,9 @@ def reconcile(service: Mapping[str, Any], facts: Facts) -> Outcome:
     is_switched = live in (None, rendered.kv) or _is_up(rendered, facts)
     generation_objects, before = _with_staging_that_serves(rendered, facts)
     made = [*rendered.common, *generation_objects]
+    if facts.nodes is not None and spec.staging.replacement == "HandOver":
+        # Who may not look at nodes would hold evictions up and never see that one waits.
+        made.append(budget_of_staging(metadata["name"]))
     if is_switched and INFERENCE_SERVICE in facts.kinds:
         made += rendered.decode
     others = kvs - {rendered.kv}

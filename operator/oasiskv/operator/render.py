@@ -9,7 +9,7 @@ from oasiskv.operator import settings
 from oasiskv.operator.api import GROUP, VERSION, Network, Placement, Rollout, ServiceSpec
 from oasiskv.operator.facts import CERTIFICATE, INFERENCE_SERVICE, POD_MONITOR
 from oasiskv.operator.kinds import quantity
-from oasiskv.operator.names import KV, REVISION, SERVICE, digest, kv_generation, labels, selector
+from oasiskv.operator.names import KV, ORIGIN, REVISION, SERVICE, digest, kv_generation, labels, selector
 from oasiskv.operator.pods import Site, engine_pod, staging_pod
 from oasiskv.operator.scaling import is_kedas, is_kedas_decode
 
@@ -203,6 +203,7 @@ def _tell_apart(service: str, stateful: Object, headless: Object) -> None:
     """Give staging a name and label of its template, so that the next template's comes up beside it."""
     revision = digest(stateful["spec"])
     stateful["metadata"]["name"] = f"{service}-staging-{revision}"
+    stateful["metadata"]["annotations"] = {ORIGIN: revision}
     for place in (
         stateful["metadata"]["labels"],
         stateful["spec"]["selector"]["matchLabels"],

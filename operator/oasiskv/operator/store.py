@@ -202,12 +202,18 @@ class Store:
             if pod is not None and SERVICE in pod.labels:
                 self._wake((pod.namespace, pod.labels[SERVICE]))
 
-    def _node_changed(self, _: Key, before: Node | None, now: Node | None) -> None:
+    def _node_changed(self, key: Key, before: Node | None, now: Node | None) -> None:
+        name = key[1]
         if before is not None and now is None:
             self._used.pop(before.name, None)
         if before != now:
             self._nodes = None
         self.has_room_changed = self.has_room_changed or before != now
+        if (before is not None and before.is_cordoned) != (now is not None and now.is_cordoned):
+            # Staging moves off before it is evicted.
+            for service, pods in self._pods.items():
+                if any(pod.node == name for pod in pods.values()):
+                    self._wake(service)
 
 
 def _pop(of: dict[Key, dict[Any, Any]], key: Key, name: Any) -> None:

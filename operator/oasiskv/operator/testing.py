@@ -9,7 +9,7 @@ from typing import Any
 
 from oasiskv.operator.api_status import ServiceStatus
 from oasiskv.operator.facts import INFERENCE_SERVICE, Decode, Facts, Node, Profile, Ref, Workload
-from oasiskv.operator.names import KV, REVISION
+from oasiskv.operator.names import KV, ORIGIN, REVISION
 from oasiskv.operator.reconcile import Outcome, reconcile
 
 PRODUCT = "NVIDIA-H100-80GB-HBM3"
@@ -78,6 +78,7 @@ class Cluster:
         self.status = ServiceStatus()
         self.num_writes = 0
         self.verified: frozenset[tuple[str, str]] = frozenset()
+        self.emptied: dict[str, str] = {}
 
     def facts(self) -> Facts:
         """Return what a reconcile would see."""
@@ -114,6 +115,12 @@ class Cluster:
                 for ref, made in self.objects.items()
                 if ref.kind == "Service" and REVISION in made["spec"]["selector"]
             },
+            staging_origins={
+                ref.name: made["metadata"]["annotations"][ORIGIN]
+                for ref, made in self.objects.items()
+                if ref.kind == "StatefulSet" and "annotations" in made["metadata"]
+            },
+            emptied=self.emptied,
             decode=decode,
             decode_pods=decode_pods,
             verified=self.verified,

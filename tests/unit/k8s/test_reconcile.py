@@ -8,7 +8,7 @@ from oasiskv.operator import reconcile as module
 from oasiskv.operator.api import Network, Placement, ProfileSpec
 from oasiskv.operator.api_status import Condition, ServiceStatus
 from oasiskv.operator.crds import MAX_NAME
-from oasiskv.operator.facts import CERTIFICATE, INFERENCE_SERVICE, Facts, Profile, RdmaReport, Ref, Workload
+from oasiskv.operator.facts import CERTIFICATE, INFERENCE_SERVICE, Facts, Node, Profile, RdmaReport, Ref, Workload
 from oasiskv.operator.reconcile import Outcome, reconcile
 from oasiskv.operator.render import RENDER_VERSION, render
 from oasiskv.operator.testing import SPEC, Cluster, node, service
@@ -230,6 +230,71 @@ def test_a_staging_that_somebody_took_away_is_not_waited_for(chance: random.Rand
     cluster.reconcile(service({**HANDED_OVER, "image": "new:1"}, generation=2))
     (new,) = kinds(cluster, "StatefulSet")
     assert leads_to(cluster) == new != old
+
+
+def test_staging_moves_off_a_node_that_is_emptied_and_stays_where_it_went(chance: random.Random) -> None:
+    cluster = Cluster()
+    cluster.settle(service(HANDED_OVER), chance)
+    (old,) = kinds(cluster, "StatefulSet")
+    before = cluster.objects[Ref("StatefulSet", old)]["spec"]["template"]["spec"]
+    cluster.emptied = {old: "h100-1"}
+    outcome = cluster.reconcile(service(HANDED_OVER))
+    (new,) = set(kinds(cluster, "StatefulSet")) - {old}
+    while condition(outcome, "StagingReady")[0] != "True":
+        status, reason, message = condition(outcome, "StagingReady")
+        assert (status, reason) == ("False", "MovesOffNode")
+        assert message.startswith("moves off node h100-1, which takes no more pods: ")
+        assert (leads_to(cluster), kinds(cluster, "StatefulSet")) == (old, sorted([old, new]))
+        cluster.step(chance)
+        outcome = cluster.reconcile(service(HANDED_OVER))
+    assert (leads_to(cluster), kinds(cluster, "StatefulSet"), outcome.delete) == (new, sorted([old, new]), ())
+    assert Ref("StatefulSet", old) in cluster.reconcile(service(HANDED_OVER)).delete
+    cluster.emptied = {}
+    cluster.settle(service(HANDED_OVER), chance)
+    assert (leads_to(cluster), kinds(cluster, "StatefulSet")) == (new, [new])
+    assert cluster.objects[Ref("StatefulSet", new)]["spec"]["template"]["spec"] == before
+    # And on, as often as it has to; a change of the spec takes it back to what a new service would have.
+    cluster.emptied = {new: "h100-2"}
+    cluster.reconcile(service(HANDED_OVER))
+    assert len(kinds(cluster, "StatefulSet")) == 2
+    cluster.emptied = {}
+    changed = {**HANDED_OVER, "staging": {**HANDED_OVER["staging"], "image": "new:1"}}
+    cluster.settle(service(changed, generation=2), chance)
+    fresh = Cluster()
+    fresh.settle(service(changed), chance)
+    assert kinds(cluster, "StatefulSet") == kinds(fresh, "StatefulSet")
+
+
+def test_staging_stays_when_its_node_takes_pods_again_before_the_next_one_is_up(chance: random.Random) -> None:
+    cluster = Cluster()
+    cluster.settle(service(HANDED_OVER), chance)
+    (old,) = kinds(cluster, "StatefulSet")
+    cluster.emptied = {old: "h100-1"}
+    cluster.reconcile(service(HANDED_OVER))
+    (new,) = set(kinds(cluster, "StatefulSet")) - {old}
+    # Where the next one came to a node that is emptied too, there is no third one.
+    cluster.emptied = {old: "h100-1", new: "h100-2"}
+    cluster.reconcile(service(HANDED_OVER))
+    assert kinds(cluster, "StatefulSet") == sorted([old, new])
+    cluster.emptied = {}
+    cluster.reconcile(service(HANDED_OVER))
+    assert (leads_to(cluster), kinds(cluster, "StatefulSet")) == (old, [old])
+
+
+def test_an_eviction_of_staging_waits_only_where_somebody_moves_it(chance: random.Random) -> None:
+    def budgets(spec: Any, nodes: tuple[Node, ...] | None) -> list[str]:
+        outcome = reconcile(service(spec), replace(Cluster().facts(), nodes=nodes))
+        return [made["metadata"]["name"] for made in outcome.apply if made["kind"] == "PodDisruptionBudget"]
+
+    assert budgets(HANDED_OVER, (node(),)) == ["chat-prefill", "chat-decode", "chat-staging"]
+    assert budgets(HANDED_OVER, None) == budgets(SPEC, (node(),)) == ["chat-prefill", "chat-decode"]
+    # In place there is nobody to move to.
+    cluster = Cluster()
+    cluster.settle(service(), chance)
+    (old,) = kinds(cluster, "StatefulSet")
+    cluster.emptied = {old: "h100-1"}
+    cluster.reconcile(service())
+    assert kinds(cluster, "StatefulSet") == [old]
 
 
 def test_room_counts_the_prefill_pods_of_both_kv_generations(chance: random.Random) -> None:
