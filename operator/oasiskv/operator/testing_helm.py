@@ -75,10 +75,10 @@ def older(folder: Path, version: str = "0.0.1", drop: str = "telemetry") -> Path
     about = yaml.safe_load((chart / "Chart.yaml").read_text())
     (chart / "Chart.yaml").write_text(yaml.safe_dump(about | {"version": version, "appVersion": version}))
     for path in (chart / "crds").iterdir():
-        made = yaml.safe_load(path.read_text())
+        made = yaml.load(path.read_text(), yaml.CSafeLoader)
         made["metadata"]["annotations"]["oasiskv.io/version"] = version
         made["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"].pop(drop, None)
-        path.write_text(yaml.safe_dump(made))
+        path.write_text(yaml.dump(made, Dumper=yaml.CSafeDumper))
     return chart
 
 

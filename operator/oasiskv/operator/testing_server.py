@@ -84,6 +84,8 @@ class ApiServer:
             time.sleep(0.2)
         self.check("create", "namespace", "llm")
         self.check("apply", "-f", str(CRDS))  # without --server-side: what most people type has to work
+        # All at once: the API server lets each definition rest for five seconds before it is used.
+        self._define_more()
         self.wait_for_kinds()
 
     def stop(self) -> None:
@@ -143,6 +145,9 @@ class ApiServer:
         context = ssl.create_default_context(cafile=str(self.certificate))
         context.check_hostname = False  # the certificate is for other names
         return context
+
+    def _define_more(self) -> None:
+        """Make further definitions."""
 
     def _more_flags(self) -> Mapping[str, object]:
         """Return further flags of the API server."""
