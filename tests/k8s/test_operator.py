@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -292,6 +292,53 @@ def test_pods_that_have_no_room_are_said_in_numbers_and_start_when_there_is(
     assert "series" not in told["NoNodeMatches"]
     assert "EditReverted" not in told  # of what controllers and webhooks fill in
     plane.check("delete", "node", "new-0")
+
+
+def devices(driver: str, name: str, node: str, roots: Sequence[str]) -> dict[str, Any]:
+    """Return what a driver of devices says of a node: where at PCIe each one hangs."""
+    made = [
+        {"name": f"{name}-{index}", "attributes": {"resource.kubernetes.io/pcieRoot": {"string": f"pci0000:{root}"}}}
+        for index, root in enumerate(roots)
+    ]
+    pool = {"name": node, "generation": 1, "resourceSliceCount": 1}
+    spec = {"driver": driver, "pool": pool, "nodeName": node, "devices": made}
+    metadata = {"name": f"{node}-{name}"}
+    return {"apiVersion": "resource.k8s.io/v1", "kind": "ResourceSlice", "metadata": metadata, "spec": spec}
+
+
+def test_a_gpu_and_the_port_beside_it_are_claimed_together(
+    plane: ControlPlane, account: Path, namespace: str, start: Start
+) -> None:
+    start(account, "--read-nodes")
+    put: list[dict[str, Any]] = []
+    for name in ("gpu", "nic"):
+        selectors = [{"cel": {"expression": f"device.driver == '{name}.test'"}}]
+        metadata = {"name": f"{name}.test"}
+        put.append({"apiVersion": "resource.k8s.io/v1", "kind": "DeviceClass", "metadata": metadata})
+        put[-1]["spec"] = {"selectors": selectors}
+    for node in ("h100-0", "h100-1"):  # of each two, one GPU and one port are neighbours
+        put += [devices("gpu.test", "gpu", node, ("0a", "0b")), devices("nic.test", "nic", node, ("0c", "0b"))]
+    plane.put(put)
+    claim = {"claim": {"gpuClass": "gpu.test", "rdmaClass": "nic.test"}}
+    placement = {**sample("chat", namespace)["spec"].get("placement", {}), **claim}
+    plane.put([sample("chat", namespace, placement=placement, decode={"replicas": 1})])
+    settle(plane, namespace)
+    claims = plane.get("resourceclaims", "-n", namespace)["items"]
+    given = [
+        sorted((each["pool"], each["device"]) for each in one["status"]["allocation"]["devices"]["results"])
+        for one in claims
+    ]
+    assert sorted(given) == [[(node, "gpu-1"), (node, "nic-1")] for node in ("h100-0", "h100-1")]
+    feasible = condition(plane, namespace, "chat", "PlacementFeasible")
+    assert (feasible["status"], feasible["message"]) == ("True", "devices of classes are not counted")
+    # Another class is another template, and the old one goes when no pod's template names it any more.
+    (before,) = plane.get("resourceclaimtemplates", "-n", namespace)["items"]
+    patch = '{"spec":{"placement":{"claim":null}}}'
+    plane.check("patch", "oks", "chat", "-n", namespace, "--type=merge", "-p", patch)
+    wait_for(lambda: plane.get("resourceclaimtemplates", "-n", namespace)["items"] == [], f"no {before['kind']}")
+    settle(plane, namespace)
+    plane.check("delete", "oks", "chat", "-n", namespace)
+    plane.check("delete", "deviceclasses,resourceslices", "--all")
 
 
 def test_certificates_are_asked_of_cert_manager_when_it_is_there_and_never_done_without(

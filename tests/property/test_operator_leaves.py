@@ -9,7 +9,15 @@ import pytest
 
 from oasiskv.core.config import LookaheadConfig
 from oasiskv.operator.api import Network, Placement, ProfileSpec, ServiceSpec
-from oasiskv.operator.facts import CERTIFICATE, INFERENCE_SERVICE, POD_MONITOR, SCALED_OBJECT, Facts, Profile
+from oasiskv.operator.facts import (
+    CERTIFICATE,
+    CLAIM_TEMPLATE,
+    INFERENCE_SERVICE,
+    POD_MONITOR,
+    SCALED_OBJECT,
+    Facts,
+    Profile,
+)
 from oasiskv.operator.kinds import Bounds, SettingsOf, camel, hints, optional
 from oasiskv.operator.reconcile import Outcome, reconcile
 from oasiskv.operator.schema import rows
@@ -98,6 +106,13 @@ HANDED_OVER = {
     "prefill": {"replicas": 2},
     "staging": {"memory": "64Gi", "hugePages": "2Mi", "replacement": "HandOver"},
 }
+CLAIMED = {
+    **FULL,
+    "prefill": {"replicas": 2},
+    "placement": {
+        "claim": {"gpuClass": "gpu.nvidia.com", "rdmaClass": "roce", "same": "resource.kubernetes.io/pcieRoot"}
+    },
+}
 BY_PROFILE = {key: value for key, value in FULL.items() if key != "network"} | {
     "profile": {"name": "h100", "update": "Pinned"}
 }
@@ -112,6 +127,7 @@ TEXTS = {
     "gpuResource": "amd.com/gpu",
     "topologyKey": "topology.kubernetes.io/zone",
     "resource": "rdma/other",
+    "same": "example.com/numaNode",
     "networks": "llm/rail1",
 }
 """Other values of texts that are not names, by the last word of their path."""
@@ -178,7 +194,7 @@ def outcome(spec: Mapping[str, Any]) -> Outcome:
     named = spec.get("profile", {}).get("name")
     facts = Facts(
         now="2026-01-01T00:00:00Z",
-        kinds=frozenset({CERTIFICATE, INFERENCE_SERVICE, POD_MONITOR, SCALED_OBJECT}),
+        kinds=frozenset({CERTIFICATE, CLAIM_TEMPLATE, INFERENCE_SERVICE, POD_MONITOR, SCALED_OBJECT}),
         nodes=(node(),),
         profile=profile if named == "h100" else None,
     )
@@ -189,7 +205,14 @@ def name(path: tuple[Any, ...]) -> str:
     return "spec" + "".join("[]" if isinstance(step, int) else f".{step}" for step in path)
 
 
-BASES = {"full": FULL, "scaled": SCALED, "on host": ON_HOST, "handed over": HANDED_OVER, "by profile": BY_PROFILE}
+BASES = {
+    "full": FULL,
+    "scaled": SCALED,
+    "on host": ON_HOST,
+    "handed over": HANDED_OVER,
+    "claimed": CLAIMED,
+    "by profile": BY_PROFILE,
+}
 CASES = {(base, path): value for base, spec in BASES.items() for path, value in leaves(ServiceSpec, spec)}
 ELSEWHERE = {"spec.profile.update"} | {
     f"spec.{role}.scaling.{setting}"

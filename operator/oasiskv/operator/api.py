@@ -258,6 +258,20 @@ class Toleration:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceClaim:
+    """A GPU and an RDMA device that are near one another, by dynamic resource allocation."""
+
+    gpu_class: Name = "gpu.nvidia.com"
+    """DeviceClass of GPUs."""
+
+    rdma_class: Name
+    """DeviceClass of RDMA devices."""
+
+    same: Key = "resource.kubernetes.io/pcieRoot"
+    """Attribute of both that has to be equal."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
     """Where pods may run."""
 
@@ -266,6 +280,10 @@ class Placement:
 
     gpu_resource: Key = "nvidia.com/gpu"
     """Name under which nodes offer GPUs."""
+
+    claim: DeviceClaim | None = None
+    """How prefill and decode get their devices, instead of by `gpuResource` and `network.rdma`, which staging keeps.
+    With it the operator does not count devices, and a rollout may ask for more than there are."""
 
     node_selector: Mapping[str, str] = field(default_factory=dict)
     """Labels that a node must have."""
@@ -281,6 +299,14 @@ class Placement:
 
     runtime_class: Name | None = None
     """Container runtime of the pods with a GPU."""
+
+    RULES: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "!has(self.claim) || !has(self.gpuResource) || self.gpuResource == 'nvidia.com/gpu'",
+            "gpuResource: expected it without claim, since nothing else would use it",
+            lambda placement: placement.claim is None or placement.gpu_resource == "nvidia.com/gpu",
+        ),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

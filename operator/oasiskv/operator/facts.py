@@ -10,6 +10,7 @@ from oasiskv.operator.api_status import ServiceStatus
 SCALED_OBJECT = "ScaledObject.keda.sh"
 POD_MONITOR = "PodMonitor.monitoring.coreos.com"
 CERTIFICATE = "Certificate.cert-manager.io"
+CLAIM_TEMPLATE = "ResourceClaimTemplate.resource.k8s.io"
 INFERENCE_SERVICE = "InferenceService.serving.kserve.io"
 
 
@@ -145,7 +146,7 @@ class Facts:
     """Objects that the service owns, with the KV generation in their labels."""
 
     configs_in_use: frozenset[str] = frozenset()
-    """ConfigMaps that a pod, or the template of an object, of the service names."""
+    """ConfigMaps that a pod, or the template of an object, of the service names; templates of claims too."""
 
     prefills: Mapping[str, Workload] = field(default_factory=dict)
     """By KV generation."""

@@ -295,6 +295,9 @@ def _configs(objects: Iterable[Object]) -> Iterable[str]:
         for volume in pod.get("volumes", ()):
             if "configMap" in volume:
                 yield volume["configMap"]["name"]
+        for claim in pod.get("resourceClaims", ()):
+            if "resourceClaimTemplateName" in claim:
+                yield claim["resourceClaimTemplateName"]
 
 
 def _label(made: Object, key: str) -> str:

@@ -30,7 +30,10 @@ class Room:
 
 def requests(resources: Resources, placement: Placement, network: Network) -> dict[str, str]:
     """Return what a container with a GPU asks for, by resource."""
-    made = {"cpu": resources.cpu, "memory": resources.memory, placement.gpu_resource: "1"}
+    made = {"cpu": resources.cpu, "memory": resources.memory}
+    if placement.claim is not None:
+        return made
+    made[placement.gpu_resource] = "1"
     if network.rdma is not None:
         made[network.rdma.resource] = str(network.rdma.count)
     return made
@@ -73,7 +76,8 @@ class Hosts:
         num_nodes = len(self._nodes)
         status = PlacementStatus(matching_nodes=num_nodes, wanted_pods=num_pods, fitting_pods=num_fitting)
         if num_fitting == num_pods:
-            return Room(status=status)
+            note = "devices of classes are not counted" if self._placement.claim is not None else ""
+            return Room(status=status, note=note)
         blocker = f"{lacking}: expected room for {num_pods} pods, got {num_fitting} on {num_nodes} matching nodes"
         return Room(status=status, reason="NotEnoughRoom", blocker=blocker)
 
@@ -110,6 +114,8 @@ def _filters(placement: Placement, network: Network) -> Iterator[tuple[str, str,
         "tolerations: expected them to bear a node's taints",
         lambda node: all(bears(placement, taint) for taint in node.taints),
     )
+    if placement.claim is not None:
+        return
     offers = [placement.gpu_resource] + ([network.rdma.resource] if network.rdma else [])
     for name in offers:
         yield (

@@ -7,7 +7,7 @@ from typing import Any
 from oasiskv.operator import settings
 from oasiskv.operator.api import Decode, Network, Placement, Prefill, ServiceSpec
 from oasiskv.operator.kinds import quantity
-from oasiskv.operator.names import labels, selector
+from oasiskv.operator.names import digest, labels, selector
 from oasiskv.operator.placement import PRODUCT, requests
 
 HOME, CONFIG = "/var/cache/oasiskv", "/etc/oasiskv"
@@ -97,9 +97,31 @@ def engine_pod(site: Site, role: str, container: str, config_map: str) -> dict[s
             "labelSelector": {"matchLabels": selector(site.service, role)},
         }
     ]
+    if site.placement.claim is not None:
+        made["resources"]["claims"] = [{"name": "devices"}]
+        pod["resourceClaims"] = [
+            {"name": "devices", "resourceClaimTemplateName": claim_template(site)["metadata"]["name"]}
+        ]
     if site.placement.runtime_class is not None:
         pod["runtimeClassName"] = site.placement.runtime_class
     return pod
+
+
+def claim_template(site: Site) -> dict[str, Any]:
+    """Return the object by which each pod with a GPU gets its own devices, near one another; it cannot be changed."""
+    claim = site.placement.claim
+    assert claim is not None
+    classes = {"gpu": claim.gpu_class, "rdma": claim.rdma_class}
+    devices = {
+        "requests": [{"name": name, "exactly": {"deviceClassName": cls}} for name, cls in classes.items()],
+        "constraints": [{"requests": list(classes), "matchAttribute": claim.same}],
+    }
+    return {
+        "apiVersion": "resource.k8s.io/v1",
+        "kind": "ResourceClaimTemplate",
+        "metadata": {"name": f"{site.service}-devices-{digest(devices)}", "labels": labels(site.service, "service")},
+        "spec": {"spec": {"devices": devices}},
+    }
 
 
 def staging_pod(site: Site, config_map: str) -> dict[str, Any]:

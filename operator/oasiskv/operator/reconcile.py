@@ -223,7 +223,7 @@ def _surplus(facts: Facts, made: Iterable[Mapping[str, Any]], others: set[str], 
         for ref, kv in sorted(facts.children.items())
         if ref not in wanted
         and (kv is None or kv not in others)
-        and not (ref.kind == "ConfigMap" and ref.name in facts.configs_in_use)
+        and not (ref.kind in ("ConfigMap", "ResourceClaimTemplate") and ref.name in facts.configs_in_use)
         # Decode is replaced in place and deleted with its service alone.
         and ref.kind != "InferenceService"
     )

@@ -7,10 +7,10 @@ from typing import Any
 from oasiskv.core.errors import ConfigError
 from oasiskv.operator import settings
 from oasiskv.operator.api import GROUP, VERSION, Network, Placement, Rollout, ServiceSpec
-from oasiskv.operator.facts import CERTIFICATE, INFERENCE_SERVICE, POD_MONITOR
+from oasiskv.operator.facts import CERTIFICATE, CLAIM_TEMPLATE, INFERENCE_SERVICE, POD_MONITOR
 from oasiskv.operator.kinds import quantity
 from oasiskv.operator.names import KV, ORIGIN, REVISION, SERVICE, digest, kv_generation, labels, selector
-from oasiskv.operator.pods import Site, engine_pod, staging_pod
+from oasiskv.operator.pods import Site, claim_template, engine_pod, staging_pod
 from oasiskv.operator.scaling import is_kedas, is_kedas_decode
 
 RENDER_VERSION = 1
@@ -61,6 +61,10 @@ def render(
         ConfigError: The services would refuse their settings, or memory is too small for them.
     """
     _check_memory(spec)
+    if placement.claim is not None and network.rdma is None:
+        raise ConfigError("placement.claim: expected it with network.rdma, got another fabric")
+    if placement.claim is not None and CLAIM_TEMPLATE not in kinds:
+        raise ConfigError(f"placement.claim: expected an API server that knows {CLAIM_TEMPLATE}, got one that does not")
     name, namespace, kv = metadata["name"], metadata["namespace"], kv_generation(spec)
     site = Site(service=name, spec=spec, placement=placement, network=network, kv=kv)
     staging, prefill = f"{name}-staging-{kv}", f"{name}-prefill-{kv}"
@@ -307,7 +311,8 @@ def _decode_scaler(site: Site, namespace: str) -> Object:
 
 def _common(site: Site, namespace: str, kinds: frozenset[str]) -> list[Object]:
     name = site.service
-    made = [
+    made = [claim_template(site)] if site.placement.claim is not None else []
+    made += [
         _object(
             site,
             "policy/v1",

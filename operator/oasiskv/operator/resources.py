@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from oasiskv.operator.api import GROUP, VERSION
-from oasiskv.operator.facts import CERTIFICATE, INFERENCE_SERVICE, POD_MONITOR, SCALED_OBJECT
+from oasiskv.operator.facts import CERTIFICATE, CLAIM_TEMPLATE, INFERENCE_SERVICE, POD_MONITOR, SCALED_OBJECT
 from oasiskv.operator.names import SERVICE
 
 
@@ -52,6 +52,13 @@ CHILDREN: Mapping[str, Resource] = {
             plural="inferenceservices",
             selector=SERVICE,
             optional=INFERENCE_SERVICE,
+        ),
+        Resource(
+            kind="ResourceClaimTemplate",
+            api="resource.k8s.io/v1",
+            plural="resourceclaimtemplates",
+            selector=SERVICE,
+            optional=CLAIM_TEMPLATE,
         ),
         Resource(
             kind="ScaledObject",

@@ -3,14 +3,22 @@ from fractions import Fraction
 
 import pytest
 
-from oasiskv.operator.api import Network, Placement, Rdma, Resources, Toleration
+from oasiskv.operator.api import DeviceClaim, Network, Placement, Rdma, Resources, Toleration
 from oasiskv.operator.facts import Node, Taint
-from oasiskv.operator.placement import Hosts
+from oasiskv.operator.placement import Hosts, requests
 from oasiskv.operator.testing import node
 
 RDMA = Network(fabric="RDMA", rdma=Rdma(resource="rdma/roce_gdr"))
 TAINT = Taint(key="nvidia.com/gpu", value="present", effect="NoSchedule")
 PODS = [(2, Resources()), (6, Resources())]
+
+
+def test_devices_of_a_claim_are_neither_asked_for_by_name_nor_counted() -> None:
+    placement = Placement(claim=DeviceClaim(rdma_class="roce"))
+    assert requests(Resources(), placement, RDMA).keys() == {"cpu", "memory"}
+    room = Hosts([node(allocatable={"cpu": Fraction(192), "memory": Fraction(2**41)})], placement, RDMA).room(PODS)
+    assert (room.blocker, room.note) == ("", "devices of classes are not counted")
+    assert Hosts([node(labels={})], placement, RDMA).room(PODS).blocker.startswith("nvidia.com/gpu.product")
 
 
 def test_pods_that_all_have_room_are_no_blocker() -> None:
