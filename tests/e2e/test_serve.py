@@ -178,6 +178,10 @@ def check_metrics(metrics: dict[str, float], answer: Answer) -> None:
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
+        (
+            ["--dry-run", "--runner", "pooling"],
+            "error: --runner: expected generate, got pooling; or serve without OasisKV",
+        ),
         (["--no-such-flag"], "error: vLLM: unrecognized arguments: --no-such-flag"),
         (
             ["--kv-sharing-fast-prefill"],

@@ -17,7 +17,17 @@ from typing import Any
 
 from oasiskv.cli.client import Answer, ask, read_metrics
 from oasiskv.cli.cluster import Cluster
-from oasiskv.cli.launch import Launch, Request, check_port, environment, find_device, free_port, prepare, told_as
+from oasiskv.cli.launch import (
+    Launch,
+    Request,
+    check_context,
+    check_port,
+    environment,
+    find_device,
+    free_port,
+    prepare,
+    told_as,
+)
 from oasiskv.cli.offline import Offline
 from oasiskv.cli.serve import clock
 from oasiskv.cli.server import Server, Show, stopped_by_sigterm
@@ -87,6 +97,7 @@ def run(args: argparse.Namespace) -> int:
     started, device = time.monotonic(), find_device()
     name = args.model or args.folder or "smollm2-135m"
     request = _request(name, args)
+    check_context(request, args.context, ANSWER_TOKENS, _say)
     with told_as("--context", "--max-model-len"):
         launch = prepare(request, device, _say)
     if device != "cpu":
@@ -195,8 +206,10 @@ def read_text(path: Path | None) -> str:
     """
     try:
         return (path or find_text()).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as cause:
-        raise ConfigError(f"--text: expected a file of text, got {cause}") from cause
+    except OSError as cause:
+        raise ConfigError(f"--text: expected a file of text, got {path} ({cause.strerror})") from cause
+    except UnicodeDecodeError as cause:
+        raise ConfigError(f"--text: expected a file of text in UTF-8, got {path} with other bytes") from cause
 
 
 def load_tokenizer(model: str) -> Any:

@@ -19,13 +19,18 @@ from typing import Any
 
 from oasiskv.cli.demo import load_tokenizer, read_text
 from oasiskv.cli.doctor import installed_version
-from oasiskv.cli.launch import Launch, Request, environment, find_device, prepare, told_as
+from oasiskv.cli.launch import Launch, Request, check_context, environment, find_device, prepare, told_as
 from oasiskv.cli.offline import Offline, Results
+from oasiskv.cli.plan import Pools
 from oasiskv.core.errors import ConfigError, InvalidRequestError, UnsupportedError
 from oasiskv.engine.vllm.offline import Prompt
 
 LEAST_SPARSE_SHARE = 0.95
 """Of the decode steps, so that the numbers are about sparse decode."""
+
+
+DENSE_BLOCK_TOKENS = 128
+"""Most tokens that vLLM chooses for a block where nobody says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +52,12 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     quick = suites.add_parser("quick", help="perplexity, agreement and KL on a text, by forced decode steps")
     quick.add_argument("--model", default="smollm2-135m", help="a folder or a known name (%(default)s)")
     quick.add_argument("--context", type=int, default=4096, help="tokens of each prompt (%(default)s)")
-    quick.add_argument("--steps", type=int, default=64, help="decode steps after each prompt (%(default)s)")
+    quick.add_argument(
+        "--steps",
+        type=int,
+        default=64,
+        help="forced tokens after each prompt; the prefill makes the first (%(default)s)",
+    )
     quick.add_argument("--windows", type=int, default=2, help="prompts, spread over the text (%(default)s)")
     quick.add_argument("--budget-blocks", type=int, help="resident blocks; default an eighth of the context")
     quick.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of the backend")
@@ -77,15 +87,17 @@ def run(args: argparse.Namespace) -> int:
         max_num_seqs=args.windows,
         block_size=block_size,
     )
+    check_context(request, args.context, args.steps, _say)
     with told_as("--context", "--max-model-len"), told_as("--windows", "--max-num-seqs"):
-        launch = prepare(request, device, lambda line: print(line, file=sys.stderr))
+        launch = prepare(request, device, _say)
     prompts = make_windows(launch.model.path, args.text, args.context, args.steps, args.windows)
     for line in _circumstances():
         print(line)
     config = launch.plan.config
     print(
         f"model     {launch.model.path}; {args.windows} windows of {args.context} tokens, "
-        f"{args.steps} forced steps each; budget {config.budget_blocks} blocks, cap {config.first_cap}",
+        f"{args.steps} forced tokens each, the first by the prefill; "
+        f"budget {config.budget_blocks} blocks, cap {config.first_cap}",
         flush=True,
     )
     sparse, scores = _measure(launch, prompts, device)
@@ -157,6 +169,16 @@ def score(steps: Sequence[tuple[Any, Any, Any, Any]]) -> Score:
     )
 
 
+def engine_bytes(pools: Pools) -> int:
+    """Return a KV cache in which all windows are dense at a time, also in blocks of 128 tokens, as large as vLLM's are.
+
+    One more block is vLLM's own.
+    """
+    ratio = -(-DENSE_BLOCK_TOKENS // pools.block_size)
+    longest = -(-pools.longest_blocks // ratio)
+    return (longest * pools.max_num_seqs + 1) * ratio * pools.block_bytes
+
+
 def _measure(launch: Launch, prompts: list[Prompt], device: str) -> tuple[Results, list[Score]]:
     import numpy as np
 
@@ -167,8 +189,7 @@ def _measure(launch: Launch, prompts: list[Prompt], device: str) -> tuple[Result
         "max_model_len": pools.max_model_len,
         "max_num_seqs": pools.max_num_seqs,
         "enforce_eager": True,
-        # vLLM's own block size may be up to 128 tokens, and its pool is in whole blocks.
-        "kv_cache_memory_bytes": (pools.longest_blocks + 8) * pools.max_num_seqs * pools.block_bytes,
+        "kv_cache_memory_bytes": engine_bytes(pools),
     }
     # Both at the same time, each on half of the cores: neither is timed.
     child = {**environment(device, 2, os.environ), "HF_HUB_OFFLINE": "1"}
@@ -183,6 +204,10 @@ def _measure(launch: Launch, prompts: list[Prompt], device: str) -> tuple[Result
             for one, other, prompt in zip(dense.log_probs, sparse.log_probs, prompts, strict=True)
         ]
     return sparse, [*(score([window]) for window in steps), score(steps)]
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _line(score: Score) -> str:

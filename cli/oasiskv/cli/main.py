@@ -3,10 +3,11 @@
 import argparse
 import importlib.metadata
 import os
+import re
 import sys
 from collections.abc import Sequence
 from types import MappingProxyType
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from oasiskv.cli import bench, cap, demo, doctor, evaluate, model, serve, trace, up
 from oasiskv.core.errors import OasisError
@@ -77,9 +78,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
 
 
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong with the arguments as every other error is said: in one line, the setting first."""
+
+    def error(self, message: str) -> NoReturn:
+        """End the process."""
+        kinds = {"int": "an integer", "float": "a number", "Path": "a path"}
+        message = re.sub(r"^argument ([^/: ]+)[^: ]*: ", r"\1: ", message)
+        if (found := re.fullmatch(r"(.*): invalid (\w+) value: (.*)", message)) is not None:
+            message = f"{found[1]}: expected {kinds.get(found[2], found[2])}, got {found[3]}"
+        self.exit(EXIT_ERROR, f"error: {message}; see {self.prog.partition(' [')[0]} --help\n")
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command line."""
-    parser = argparse.ArgumentParser(
+    parser: argparse.ArgumentParser = Parser(
         prog="oasiskv", description="Long-context LLM decode from host memory: lookahead sparse attention for vLLM."
     )
     parser.add_argument("--version", action="version", version=f"oasiskv {version()}")

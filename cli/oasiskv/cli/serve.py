@@ -1,15 +1,17 @@
 """`oasiskv serve`: vLLM's OpenAI-compatible server with the backend on, planned and checked before anything loads."""
 
 import argparse
-import math
 import os
 import shlex
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
 from oasiskv.cli.launch import (
     DRAFTERS,
+    Launch,
     Request,
     check_port,
     describe,
@@ -19,8 +21,10 @@ from oasiskv.cli.launch import (
     value_of,
     wants_own_log,
 )
-from oasiskv.cli.server import STOP_TIMEOUT_S, Server, stopped_by_sigterm
-from oasiskv.core.config import LookaheadConfig
+from oasiskv.cli.log import LogReader
+from oasiskv.cli.server import KEPT_LINES, STOP_TIMEOUT_S, Server, stopped_by_sigterm
+from oasiskv.core.config import LookaheadConfig, parse_bytes
+from oasiskv.core.errors import ConfigError
 
 _SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -46,7 +50,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", help=f"any setting of the backend: {known}"
     )
-    parser.add_argument("--dry-run", action="store_true", help="print the plan and vLLM's command line, load nothing")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the plan and vLLM's command line, check both, load nothing"
+    )
     parser.add_argument("--verbose", action="store_true", help="show all of vLLM's log")
     engine = parser.add_argument_group("options of vLLM that the plan depends on")
     engine.add_argument("--host")
@@ -54,10 +60,10 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     engine.add_argument("--dtype", default="auto")
     engine.add_argument("--kv-cache-dtype", "--kv_cache_dtype", default="auto")
     engine.add_argument("--block-size", "--block_size", type=int, default=16)
-    engine.add_argument("--max-model-len", "--max_model_len", type=count)
+    engine.add_argument("--max-model-len", "--max_model_len", type=length)
     engine.add_argument("--max-num-seqs", "--max_num_seqs", type=count)
     engine.add_argument("--tensor-parallel-size", "--tensor_parallel_size", "-tp", type=int, default=1)
-    engine.add_argument("--kv-cache-memory-bytes", "--kv_cache_memory_bytes", type=count)
+    engine.add_argument("--kv-cache-memory-bytes", "--kv_cache_memory_bytes", type=num_bytes)
     engine.add_argument("--gpu-memory-utilization", "--gpu_memory_utilization", type=float, default=0.92)
 
 
@@ -65,15 +71,38 @@ def count(text: str) -> int:
     """Read a number as vLLM does: `8k` is 8,000, `8K` is 8,192.
 
     Raises:
-        ValueError: it is none.
+        ArgumentTypeError: it is none.
     """
     factor = _SUFFIXES.get(text[-1:], 1)
-    if factor == 1:
-        return int(text)
-    number = float(text[:-1])
-    if not math.isfinite(number):
-        raise ValueError(text)
-    return int(number * factor)
+    with suppress(ValueError, OverflowError):
+        return int(text) if factor == 1 else int(float(text[:-1]) * factor)
+    raise argparse.ArgumentTypeError(f"expected a number such as 8192, 8K or 8k, got {text!r}")
+
+
+def length(text: str) -> int:
+    """Read a number of tokens as `count` does.
+
+    Raises:
+        ArgumentTypeError: it is none, or vLLM's word for as many as fit: the plan needs a number.
+    """
+    if text == "auto":
+        raise argparse.ArgumentTypeError(
+            "expected a number such as 8192, 8K or 8k, got 'auto'; leave it out for what the model was made for"
+        )
+    return count(text)
+
+
+def num_bytes(text: str) -> int:
+    """Read a number of bytes as `count` does, or with its unit: `100GiB`.
+
+    Raises:
+        ArgumentTypeError: it is none.
+    """
+    with suppress(argparse.ArgumentTypeError):
+        return count(text)
+    with suppress(ConfigError):
+        return parse_bytes(text, "")
+    raise argparse.ArgumentTypeError(f"expected bytes such as 1073741824, 1G or '1.5GiB', got {text!r}")
 
 
 def request_of(args: argparse.Namespace) -> Request:
@@ -107,8 +136,10 @@ def run(args: argparse.Namespace) -> int:
     request = request_of(args)
     launch = prepare(request, device, _say)
     if args.dry_run:
-        print("\n".join(describe(launch)))
-        print(f"\n{shlex.join(['vllm', 'serve', launch.model.path, *launch.arguments])}")
+        print("\n".join(describe(launch)), flush=True)
+        _say("\nasking vLLM whether this could start; nothing is loaded")
+        check_start(launch, environment(device, request.num_workers, os.environ))
+        print(f"\n{shlex.join(launch.vllm_command())}")
         return 0
     if not any(flag.startswith("--uds") for flag in request.rest):
         check_port(request.host, request.port)
@@ -135,6 +166,30 @@ def run(args: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             _say("stopping")
             raise
+
+
+def check_start(launch: Launch, child: Mapping[str, str]) -> None:
+    """Let vLLM read its flags and the model's configuration, and the backend check what it makes of them.
+
+    Raises:
+        ConfigError: it could not start; the message is the cause that the server would give.
+    """
+    done = subprocess.run(
+        launch.command("--only-check"),
+        env=dict(child),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        check=False,
+    )
+    if done.returncode != 0:
+        log, lines = LogReader(), done.stdout.splitlines()
+        for line in lines:
+            log.read(line)
+        tail = "\n".join(lines[-KEPT_LINES:])
+        raise ConfigError(log.cause or f"vLLM: expected it to take its flags, got {done.returncode} and\n{tail}")
 
 
 def drain_s(rest: Sequence[str]) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from oasiskv.cli.evaluate import make_windows
-from oasiskv.cli.launch import Launch, Request, environment, find_device, prepare, told_as
+from oasiskv.cli.launch import Launch, Request, check_context, environment, find_device, prepare, told_as
 from oasiskv.cli.offline import Offline
 from oasiskv.core.errors import ConfigError, UnsupportedError
 from oasiskv.core.host_memory import size
@@ -99,8 +99,9 @@ def _record(args: argparse.Namespace) -> None:
         max_num_seqs=1,
         block_size=BLOCK_SIZE,
     )
+    check_context(request, args.context, args.steps + 2, _say)
     with told_as("--context", "--max-model-len"):
-        launch = prepare(request, device, lambda line: print(line, file=sys.stderr))
+        launch = prepare(request, device, _say)
     (prompt,) = make_windows(launch.model.path, args.text, args.context, args.steps + 1, 1)
     name, text = Path(launch.model.path).name, "Ruth and Samuel" if args.text is None else args.text.name
     source = f"recorded from {name} reading {text}, {launch.plan.pools.shape.dtype} on a CPU"
@@ -108,6 +109,10 @@ def _record(args: argparse.Namespace) -> None:
     args.out.parent.mkdir(parents=True, exist_ok=True)
     with Offline(_engine(launch), [prompt], child, trace=str(args.out.resolve()), source=source) as job:
         job.wait()
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _engine(launch: Launch) -> dict[str, Any]:

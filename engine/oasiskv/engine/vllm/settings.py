@@ -136,6 +136,7 @@ def check(vllm_config: VllmConfig) -> None:
         raise UnsupportedError(f"vllm: expected version {VLLM_VERSION}, got {vllm_version}")
     model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
     scheduler, drafter = vllm_config.scheduler_config, vllm_config.speculative_config
+    offload = vllm_config.offload_config
     transfer = vllm_config.kv_transfer_config
     if transfer is None or not is_enabled(vllm_config):
         got = None if transfer is None else transfer.kv_connector
@@ -177,6 +178,13 @@ def check(vllm_config: VllmConfig) -> None:
         ),
         _Rule(cache.kv_sharing_fast_prefill, "--kv-sharing-fast-prefill", "off", "on"),
         _Rule(model.enable_sleep_mode, "--enable-sleep-mode", "off", "on"),
+        _Rule(offload.uva.cpu_offload_gb > 0, "--cpu-offload-gb", "0", offload.uva.cpu_offload_gb),
+        _Rule(
+            offload.prefetch.offload_group_size > 0,
+            "--offload-group-size",
+            "0",
+            offload.prefetch.offload_group_size,
+        ),
     ]
     if drafter is not None:
         unsupported += [

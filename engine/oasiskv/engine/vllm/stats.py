@@ -89,8 +89,9 @@ class LookaheadStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Return one flat mapping for the log: what is not zero, in numbers that can be read."""
-        found = {**self.data.get("counts", {}), **self.data.get("levels", {})}
+        """Return one flat mapping for the log: what is not zero, in numbers that can be read, by the metrics' names."""
+        counts = {COUNTERS[name][0]: value for name, value in self.data.get("counts", {}).items()}
+        found = {**counts, **self.data.get("levels", {})}
         return {name: round(value, 3) for name, value in found.items() if value}
 
     def is_empty(self) -> bool:
