@@ -48,7 +48,9 @@ def find_model(name: str, report: Callable[[str], None], setting: str = "MODEL")
         except OSError as cause:
             raise ConfigError(f"{setting}: expected a folder with a config.json, got {folder} without one") from cause
         except ValueError as cause:
-            raise ConfigError(f"{setting}: expected a mapping in JSON in {folder}/config.json, got {cause}") from cause
+            raise ConfigError(
+                f"{setting}: expected a mapping in JSON in {folder}/config.json, got other content ({cause})"
+            ) from cause
         weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
         return Model(path=str(folder), config=config, weight_bytes=weights or None)
     expected = f"a folder, one of {', '.join(MODELS)}, or OWNER/NAME on Hugging Face"
