@@ -175,7 +175,7 @@ def check_start(launch: Launch, child: Mapping[str, str]) -> None:
         ConfigError: it could not start; the message is the cause that the server would give.
     """
     done = subprocess.run(
-        launch.command("--only-check"),
+        launch.command("only-check"),
         env=dict(child),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-ONLY_CHECK = "--only-check"
+ONLY_CHECK = "only-check"
 
 POLL_S = 1.0
 STOP_TIMEOUT_S = 10.0
@@ -54,7 +54,7 @@ def _kill_group() -> None:
 
 
 def main() -> None:
-    """Run vLLM's server with this process's arguments, or with `--only-check` before them say whether one would start.
+    """Run vLLM's server with this process's arguments, or with `only-check` before them say whether one would start.
 
     In two things it is not as vLLM's: it checks what the backend can serve before it starts an engine, and when it is
     told to stop it hangs up on its clients, for whom vLLM waits without an end, and has no flag for that.
