@@ -25,6 +25,7 @@ from oasiskv.cli.log import LogReader
 from oasiskv.cli.server import KEPT_LINES, STOP_TIMEOUT_S, Server, stopped_by_sigterm
 from oasiskv.core.config import LookaheadConfig, parse_bytes
 from oasiskv.core.errors import ConfigError
+from oasiskv.engine.vllm.api_server import ONLY_CHECK
 
 _SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -175,7 +176,7 @@ def check_start(launch: Launch, child: Mapping[str, str]) -> None:
         ConfigError: it could not start; the message is the cause that the server would give.
     """
     done = subprocess.run(
-        launch.command("only-check"),
+        launch.command(ONLY_CHECK),
         env=dict(child),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
