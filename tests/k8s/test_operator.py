@@ -215,8 +215,7 @@ def test_kinds_that_are_installed_later_are_used_without_a_restart_and_each_numb
     settle(plane, namespace)
     # Without KEDA the operator itself asks the pods, of which none answers here.
     wait_for(lambda: condition(plane, namespace, "chat", "ScalingActive")["reason"] == "NoMetrics", "no answer")
-    for kind in ("PodMonitor", "ScaledObject"):
-        plane.define_optional(kind)
+    plane.define_optional("PodMonitor", "ScaledObject")
     wait_for(lambda: plane.get("scaledobjects,podmonitors", "-n", namespace)["items"].__len__() == 3, "both kinds")
     settle(plane, namespace)
     assert condition(plane, namespace, "chat", "ScalingActive")["reason"] == "Keda"

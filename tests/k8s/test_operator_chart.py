@@ -8,7 +8,7 @@ import pytest
 
 from oasiskv.operator.testing import PRODUCT
 from oasiskv.operator.testing_cluster import ControlPlane
-from oasiskv.operator.testing_helm import CHART, Helm, helms
+from oasiskv.operator.testing_helm import CHART, Helm, helms, older
 from oasiskv.operator.testing_kubelet import LABEL, FakeKubelet
 from oasiskv.operator.testing_operator import OWNED, condition, forbidden, is_settled, sample, wait_for
 
@@ -47,7 +47,7 @@ def test_from_an_empty_namespace_to_a_served_model_and_back(
         plane.check("create", "namespace", each)
         plane.check("label", "namespace", each, "pod-security.kubernetes.io/enforce=restricted")
     sets = [part for value in VALUES for part in ("--set-string" if "nodeSelector" in value else "--set", value)]
-    helm.check("install", "oasiskv", str(CHART), f"--namespace={system}", "--skip-crds", "--wait", *sets)
+    helm.check("install", "oasiskv", str(older(tmp_path)), f"--namespace={system}", "--skip-crds", "--wait", *sets)
     assert kubelet.num_starts(system) == 1
     plane.put([sample("chat", namespace)])
     wait_for(lambda: is_settled(plane, namespace, "chat"), "chat to settle", 90)
@@ -59,10 +59,7 @@ def test_from_an_empty_namespace_to_a_served_model_and_back(
     assert condition(plane, namespace, "chat", "Ready")["reason"] == "KVPathUnverified"  # no pod here moves KV
 
     running = uids(plane, namespace)
-    helm.check(
-        *("upgrade", "oasiskv", str(CHART), f"--namespace={system}", "--wait", *sets),
-        *("--set", "operator.logLevel=debug"),
-    )
+    helm.check("upgrade", "oasiskv", str(CHART), f"--namespace={system}", "--wait", *sets)
     wait_for(lambda: kubelet.codes, "the operator before to end")
     assert list(kubelet.codes.values()) == [0]
     # The new one works, and what runs was left alone.

@@ -116,13 +116,15 @@ def test_a_large_cluster_is_looked_after_in_a_minute(
         print(f"everything read and a turn of each of {NUM_SERVICES} services after {full_s:.1f} s")
         assert operator.metric("oasiskv_operator_writes_total") == 0
         assert full_s <= FULL_S
-        before_s, since_s = processor_s(operator.process), time.monotonic()
-        time.sleep(STEADY_S)
-        share = (processor_s(operator.process) - before_s) / (time.monotonic() - since_s)
-        print(
-            f"steady: {share:.1%} of a processor, {memory_mib(operator.process):.0f} MiB,"
-            f" at most {memory_mib(operator.process, 'VmHWM'):.0f}"
-        )
+        # Pods here never say that KV comes through, so they are asked often at first, and less often after a minute.
+        for when in ("while pods are asked every 5 s", "steady"):
+            before_s, since_s = processor_s(operator.process), time.monotonic()
+            time.sleep(STEADY_S)
+            share = (processor_s(operator.process) - before_s) / (time.monotonic() - since_s)
+            print(
+                f"{when}: {share:.1%} of a processor, {memory_mib(operator.process):.0f} MiB,"
+                f" at most {memory_mib(operator.process, 'VmHWM'):.0f}"
+            )
         assert memory_mib(operator.process, "VmHWM") < 512  # the chart's limit
     finally:
         assert operator.stop() == 0

@@ -68,6 +68,8 @@ class Shell:
         self._num_failed: dict[Key, int] = {}
         self._ask_at_s: dict[Key, float] = {}
         self._rdma_at_s: dict[Key, float] = {}
+        self._why: dict[Key, str] = {}
+        """What pods said last of why no block has crossed."""
         self._unverified: dict[Key, tuple[tuple[str, str] | None, float]] = {}
         """Between which revisions a block has yet to cross, and since when."""
         self._written: dict[Key, dict[Ref, str]] = {}
@@ -156,6 +158,7 @@ class Shell:
         self._ask_at_s.pop(key, None)
         self._rdma_at_s.pop(key, None)
         self._unverified.pop(key, None)
+        self._why.pop(key, None)
         self._store.take_last_words(key)
         self._written.pop(key, None)
         self._reverted.pop(key, None)
@@ -179,7 +182,8 @@ class Shell:
             profile=profile,
             kinds=self._store.kinds,
         )
-        facts = observe(seen, self._now())
+        # With what pods said last, so that the same once more is nothing to decide anew.
+        facts = replace(observe(seen, self._now()), unverified=self._why.get(key, ""))
         return facts if self._claims is None else replace(facts, operator=self._claims.identity)
 
     async def _ask(self, key: Key, facts: Facts, outcome: Outcome) -> Facts:
@@ -192,9 +196,12 @@ class Shell:
             self._unverified[key] = outcome.unverified, time.monotonic()
         if outcome.unverified is not None and (decodes := by_role.get("decode")):
             why = await self._asks.why_unverified(decodes, outcome.unverified)
-            facts = replace(
-                facts, verified=frozenset({outcome.unverified} if why is None else ()), unverified=why or ""
-            )
+            verified = frozenset({outcome.unverified}) if why is None else frozenset[tuple[str, str]]()
+            self._why[key] = why or ""
+            facts = replace(facts, verified=verified, unverified=why or "")
+        else:
+            self._why.pop(key, None)
+            facts = replace(facts, unverified="")
         now_s = time.monotonic()
         reachable = [pod for pod in itertools.chain.from_iterable(by_role.values()) if pod.ip]
         if not outcome.asks_rdma or not reachable:

@@ -103,12 +103,14 @@ class ControlPlane(ApiServer):
         for first in range(0, number, 200):
             self.put([_node(f"{prefix}-{index}", zone, labels) for index in range(first, min(first + 200, number))])
 
-    def define_optional(self, kind: str) -> None:
-        """Install the definition of an optional kind."""
-        group, plural, version = OPTIONAL[kind]
-        self.put(
-            [self._real(f"optional/{group}_{plural}.yaml") or _definition(group, plural, kind, version, "Namespaced")]
-        )
+    def define_optional(self, *kinds: str) -> None:
+        """Install the definitions of optional kinds."""
+        made = []
+        for kind in kinds:
+            group, plural, version = OPTIONAL[kind]
+            real = self._real(f"optional/{group}_{plural}.yaml")
+            made.append(real or _definition(group, plural, kind, version, "Namespaced"))
+        self.put(made)
         self.wait_for_kinds()
 
     def get(self, *arguments: str) -> Any:
