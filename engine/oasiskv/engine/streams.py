@@ -11,12 +11,16 @@ from oasiskv.kernels.flags import Clock, Flags
 TIMEOUT_S = 30.0
 """Longest wait of one layer on the device: far above any step, so that reaching it means that the background died."""
 
+TRANSFER_LANES = 2
+"""Streams that transfers take turns on: a layer's first copies start while the last ones of the layer before arrive, so
+that the link never runs dry between two layers."""
+
 HOLD_CYCLES = 200_000
 """Clock cycles, about 0.1 ms, that a held transfer waits per layer of `debug_hold_layers`."""
 
 
 class StreamPipeline:
-    """Predict and select on one stream, transfer on another, each layer behind the foreground's attention in it.
+    """Predict and select on one stream, transfers on others, each layer behind the foreground's attention in it.
 
     Small batches fork both from the foreground and join them at the end of the pass, all in one graph: no wait stands
     in a layer, and the next pass finds every transfer done. In captured passes of `flags_from` rows and more the
@@ -34,6 +38,7 @@ class StreamPipeline:
         hold_layers: Hold every transfer back for so many tenths of a millisecond. None never holds. For tests.
         timeout_s: Longest wait of one layer.
         is_timed: Measure how long transfers take and joins wait; in captured passes by flags, waits always are.
+        num_lanes: Streams that transfers take turns on; one where they are timed, as times of two would overlap.
     """
 
     def __init__(
@@ -46,11 +51,13 @@ class StreamPipeline:
         timeout_s: float = TIMEOUT_S,
         *,
         is_timed: bool = False,
+        num_lanes: int = TRANSFER_LANES,
     ) -> None:
         """Make the streams; transfers go first where both have work."""
         # Launches on one stream share scratch memory, so what may run at the same time has streams of its own.
-        self._joined = _Streams(device)
-        self._beside = _Streams(device)
+        num_lanes = 1 if is_timed else num_lanes
+        self._joined = _Streams(device, num_lanes)
+        self._beside = _Streams(device, num_lanes)
         self._num_target_layers = num_target_layers
         self._counters = counters
         self._flags = Flags(device, len(counters), timeout_s)
@@ -84,7 +91,7 @@ class StreamPipeline:
             self._flags.publish(layer)
             self._stages.setdefault(self._num_rows, {})[layer] = stages
             return
-        scores, copies = self._joined.scores, self._joined.copies
+        scores, copies = self._joined.scores, self._joined.lane(layer)
         scores.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(scores):
             for stage in stages[:-1]:
@@ -92,7 +99,7 @@ class StreamPipeline:
         copies.wait_stream(scores)
         with torch.cuda.stream(copies):
             self._transfer(layer, stages[-1])
-        self._joined.is_busy = True
+        self._joined.busy |= {scores, copies}
         self._is_fork_captured = torch.cuda.is_current_stream_capturing()
 
     def wait(self, layer: int) -> bool:
@@ -126,7 +133,7 @@ class StreamPipeline:
         self._beside.scores.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._beside.scores):
             action()
-        self._beside.is_busy = True
+        self._beside.busy.add(self._beside.scores)
 
     def waited(self) -> torch.Tensor:
         """Return `int64[num_layers, len(Waited)]` on the device: what the foreground waited for."""
@@ -172,9 +179,9 @@ class StreamPipeline:
         selection, transfer = self._graphs[num_rows]
         with torch.cuda.stream(self._beside.scores):
             selection.replay()
-        with torch.cuda.stream(self._beside.copies):
+        with torch.cuda.stream(self._beside.lanes[0]):
             transfer.replay()
-        self._beside.is_busy = True
+        self._beside.busy |= {self._beside.scores, self._beside.lanes[0]}
 
     def _capture_beside(self, stages: dict[int, list[Stage]]) -> tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph]:
         flags = self._flags
@@ -187,16 +194,22 @@ class StreamPipeline:
                 flags.pick(layer)
 
         def transfer() -> None:
+            first, *others = self._beside.lanes
+            for lane in others:
+                lane.wait_stream(first)
             for layer in sorted(stages):
-                flags.await_picked(layer)
-                self._transfer(layer, stages[layer][-1])
-                flags.finish(layer)
+                with torch.cuda.stream(self._beside.lane(layer)):
+                    flags.await_picked(layer)
+                    self._transfer(layer, stages[layer][-1])
+                    flags.finish(layer)
+            for lane in others:
+                first.wait_stream(lane)
 
-        return _captured(select, self._beside.scores), _captured(transfer, self._beside.copies)
+        return _captured(select, self._beside.scores), _captured(transfer, self._beside.lanes[0])
 
     def _join(self) -> None:
         """Order the current stream after what was forked from it; what it waits is the last layer's."""
-        clock = self._clock if self._joined.is_busy else None
+        clock = self._clock if self._joined.busy else None
         if clock is not None:
             clock.begin_wait()
         self._joined.join()
@@ -218,24 +231,28 @@ class StreamPipeline:
 
 
 class _Streams:
-    """One stream for predict and select, one for transfer."""
+    """One stream for predict and select, and lanes for transfers, which take turns by layer."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, num_lanes: int) -> None:
         self.scores = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self.copies = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
-        self.is_busy = False
+        self.lanes = [torch.cuda.Stream(device, priority=-1) for _ in range(num_lanes)]  # type: ignore[no-untyped-call]
+        # Those that may have work which nobody has waited for.
+        self.busy = set[torch.cuda.Stream]()
+
+    def lane(self, layer: int) -> torch.cuda.Stream:
+        """Return the stream of a layer's transfers."""
+        return self.lanes[layer % len(self.lanes)]
 
     def join(self) -> None:
-        """Order the current stream after both, if they may still have work."""
-        if self.is_busy:
-            current = torch.cuda.current_stream()
-            current.wait_stream(self.scores)
-            current.wait_stream(self.copies)
-            self.is_busy = False
+        """Order the current stream after all that may still have work."""
+        current = torch.cuda.current_stream()
+        for stream in self.busy:
+            current.wait_stream(stream)
+        self.busy.clear()
 
     def synchronize(self) -> None:
-        self.scores.synchronize()
-        self.copies.synchronize()
+        for stream in (self.scores, *self.lanes):
+            stream.synchronize()
 
 
 def _captured(action: Callable[[], None], stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
