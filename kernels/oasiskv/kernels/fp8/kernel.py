@@ -67,7 +67,8 @@ def number_of(numbers, dtype: tl.constexpr, NATIVE: tl.constexpr):
     normal = ((size << 20) + ((127 - 7) << 23)).to(tl.float32, bitcast=True)
     value = tl.where(size < 8, size.to(tl.float32) * 0.001953125, normal)
     value = tl.where(size == 0x7F, float("nan"), value)
-    return tl.where(code >= 128, -value, value).to(dtype)
+    # The sign as a bit: a GPU subtracts from 0 to negate, which makes of -0 a 0.
+    return (value.to(tl.int32, bitcast=True) | ((code & 0x80) << 24)).to(tl.float32, bitcast=True).to(dtype)
 
 
 @triton.jit
