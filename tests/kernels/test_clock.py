@@ -43,6 +43,23 @@ def test_transfers_are_added_up_layer_by_layer_and_nothing_else_is(timer: Timer)
 
 
 @needs_interpreter
+def test_time_in_which_two_transfers_are_under_way_counts_once(timer: Timer) -> None:
+    waited = torch.zeros(3, len(Waited), dtype=torch.int64)
+    clock = Clock(waited)
+    # Layer 0 from 100 to 110, 1 from 103 to 115, 2 within the time of 1.
+    for timer.now, call, layer in [
+        (100, clock.begin, 0),
+        (103, clock.begin, 1),
+        (110, clock.end, 0),
+        (111, clock.begin, 2),
+        (115, clock.end, 1),
+        (115, clock.end, 2),
+    ]:
+        call(layer)
+    assert waited[:, Waited.TRANSFER_NANOSECONDS].tolist() == [10, 5, 0]
+
+
+@needs_interpreter
 def test_a_join_that_takes_no_longer_than_the_clock_is_no_wait(timer: Timer) -> None:
     waited = torch.zeros(2, len(Waited), dtype=torch.int64)
     clock = Clock(waited)

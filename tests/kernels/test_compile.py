@@ -102,7 +102,7 @@ print(json.dumps([triton.__version__, found]))
 
 KERNELS = {
     "_complete", "_plan", "_predict", "_publish", "_round_blocks", "_select", "_store", "_store_fp8", "_summarize",
-    "_transfer", "add", "add_wait", "await_count", "await_done", "note", "raise_count",
+    "_transfer", "add_busy", "add_wait", "await_count", "await_done", "note", "raise_count",
 }  # fmt: skip
 HOPPER_SHARED_BYTES = 227 * 1024
 NARROWS, WIDENS = "cvt.rn.satfinite.e4m3x2.f32", "cvt.rn.f16x2.e4m3x2"

@@ -38,7 +38,7 @@ class StreamPipeline:
         hold_layers: Hold every transfer back for so many tenths of a millisecond. None never holds. For tests.
         timeout_s: Longest wait of one layer.
         is_timed: Measure how long transfers take and joins wait; in captured passes by flags, waits always are.
-        num_lanes: Streams that transfers take turns on; one where they are timed, as times of two would overlap.
+        num_lanes: Streams that transfers take turns on.
     """
 
     def __init__(
@@ -55,7 +55,6 @@ class StreamPipeline:
     ) -> None:
         """Make the streams; transfers go first where both have work."""
         # Launches on one stream share scratch memory, so what may run at the same time has streams of its own.
-        num_lanes = 1 if is_timed else num_lanes
         self._joined = _Streams(device, num_lanes)
         self._beside = _Streams(device, num_lanes)
         self._num_target_layers = num_target_layers

@@ -25,6 +25,7 @@ class Clock:
         self._waited = waited
         self._wait_place = len(waited)
         self._began = torch.zeros(len(waited) + 1, dtype=torch.int64, device=waited.device)
+        self._ended = torch.zeros(1, dtype=torch.int64, device=waited.device)
         self.begin(0)
         self.end(0)
         self.begin_wait()
@@ -36,12 +37,12 @@ class Clock:
         kernel.note[(1,)](self._began, layer, num_warps=1)
 
     def end(self, layer: int) -> None:
-        """Count the time since a layer's `begin` as that of its transfer."""
-        kernel.add[(1,)](
+        """Count the time since a layer's `begin` as that of its transfer; time shared with another counts once."""
+        kernel.add_busy[(1,)](
             self._began,
             layer,
+            self._ended,
             self._waited,
-            layer,
             COLUMN=Waited.TRANSFER_NANOSECONDS.value,
             COLUMNS=len(Waited),
             num_warps=1,

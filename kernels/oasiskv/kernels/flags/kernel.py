@@ -82,11 +82,14 @@ def note(began, place):
     tl.store(began + place, globaltimer())
 
 
-@triton.jit(do_not_specialize=["place", "layer"])
-def add(began, place, waited, layer, COLUMN: tl.constexpr, COLUMNS: tl.constexpr):
-    """Add the time since `note` to a column of a layer."""
+@triton.jit(do_not_specialize=["layer"])
+def add_busy(began, layer, ended, waited, COLUMN: tl.constexpr, COLUMNS: tl.constexpr):
+    """Add the time since `note` to a column of a layer, less what was counted for others that ended meanwhile."""
+    now = globaltimer()
+    counted = tl.atomic_max(ended, now, sem="relaxed", scope="gpu")
+    took = now - tl.maximum(tl.load(began + layer), counted)
     total = waited + layer * COLUMNS + COLUMN
-    tl.store(total, tl.load(total) + globaltimer() - tl.load(began + place))
+    tl.store(total, tl.load(total) + tl.maximum(took, 0))
 
 
 @triton.jit(do_not_specialize=["place", "layer", "least_ns"])

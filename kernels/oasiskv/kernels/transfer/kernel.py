@@ -17,11 +17,11 @@ from oasiskv.kernels.rows import Row
 from oasiskv.kernels.scratch import scratch
 
 TRANSFER_PROGRAMS = 4
-"""Programs that fetch; each occupies at most one SM."""
+"""Programs that fetch for a layer; each occupies at most one SM. Two layers may be fetched for at the same time."""
 FP8_TRANSFER_PROGRAMS = 8
 """Programs that fetch fp8 units, which they widen: a few cannot keep up with the link."""
-TRANSFER_DEPTH = 24
-"""Units in the ring of a fetching program."""
+TRANSFER_BYTES = 98304
+"""Of the ring of a fetching program: 12 units of 8 KiB, 24 of 4 KiB."""
 TRANSFER_WARPS = 4
 STORE_PROGRAMS = 4
 """Programs that write through."""
@@ -181,7 +181,7 @@ def transfer(
     slot_ids: torch.Tensor,
     *,
     num_programs: int | None = None,
-    depth: int = TRANSFER_DEPTH,
+    depth: int | None = None,
     num_warps: int = TRANSFER_WARPS,
 ) -> None:
     """Launch it on the current stream; see `op.transfer`."""
@@ -221,7 +221,7 @@ def transfer(
         WORDS=words,
         SPAN=span,
         LANES=_LANES,
-        DEPTH=max(2, min(depth, 1 + _RING_BYTES // unit_bytes)),
+        DEPTH=max(2, min(depth or TRANSFER_BYTES // unit_bytes, 1 + _RING_BYTES // unit_bytes)),
         COLUMNS=len(Row),
         REQUEST=Row.REQUEST,
         FP8=is_fp8,
