@@ -1,16 +1,17 @@
 """`oasiskv bench sweep`: decode steps of dense vLLM and of OasisKV over contexts and concurrency, in one file.
 
-Every (mode, context) has an engine process of its own, `oasiskv.engine.vllm.rounds`. A round that the file already has
-is not run again, so a sweep may be cut into short runs.
+Every (mode, context) has an engine process of its own, `oasiskv.engine.vllm.rounds`. Each round is written to the file
+as soon as it is over, and one that the file already has is not run again, so a sweep may be cut off at any time.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -176,10 +177,8 @@ def run(args: argparse.Namespace) -> int:
         for name, mode in modes.items():
             if counts := missing(report["rows"], name, context, args.requests):
                 engine = engine_arguments(args, mode, context, is_cuda=is_cuda)
-                try:
-                    for row in _rounds(args, engine, context, counts):
-                        report["rows"].append({"mode": name, "context": context, **row})
-                finally:
+                for row in _rounds(args, engine, context, counts):
+                    report["rows"].append({"mode": name, "context": context, **row})
                     _save(args.results, report)
     print(table(report["rows"]))
     if args.plots is not None:
@@ -217,7 +216,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def _rounds(args: argparse.Namespace, engine: Row, context: int, counts: Sequence[int]) -> Iterator[Row]:
-    """Yield the rounds of one engine process; those that it finished also if it then fails."""
+    """Yield the rounds of one engine process, each when it is over."""
     with tempfile.TemporaryDirectory(prefix="oasiskv-") as folder:
         results, log = Path(folder, "rows.jsonl"), Path(folder, "log.txt")
         results.touch()
@@ -231,13 +230,53 @@ def _rounds(args: argparse.Namespace, engine: Row, context: int, counts: Sequenc
         Path(folder, "job.json").write_text(json.dumps(job))
         environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
         command = [sys.executable, "-m", "oasiskv.engine.vllm.rounds", str(Path(folder, "job.json"))]
-        with log.open("w") as out:
-            done = subprocess.run(command, env=environment, stdout=out, stderr=subprocess.STDOUT, check=False)
-        lines = results.read_text().splitlines()
-        yield from map(json.loads, lines)
-        if done.returncode != 0 or len(lines) < len(counts):
-            tail = "\n".join(log.read_text(errors="replace").splitlines()[-20:])
-            raise EngineFailedError(f"the engine ended with exit code {done.returncode}; last words:\n{tail}")
+        rows = 0
+        for row in follow(command, environment, log, results):
+            yield row
+            rows += 1
+        if rows < len(counts):
+            raise EngineFailedError(f"the engine ran {rows} of {len(counts)} rounds; last words:\n{_last_words(log)}")
+
+
+def follow(
+    command: Sequence[str], environment: Mapping[str, str], log: Path, results: Path
+) -> Generator[Row, None, None]:
+    """Run a process that appends lines of JSON to a file, and yield each as soon as it is there.
+
+    The process ends with the generator.
+
+    Args:
+        command: The process.
+        environment: Its environment.
+        log: Written: what it prints.
+        results: The file, which exists.
+
+    Raises:
+        EngineFailedError: It ended by itself with an exit code other than 0; its lines were yielded before.
+    """
+    text = ""
+    with log.open("w") as out, results.open() as lines:
+        process = subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT)
+        try:
+            while True:
+                has_ended = process.poll() is not None
+                *whole, text = (text + lines.read()).split("\n")
+                yield from map(json.loads, whole)
+                if has_ended:
+                    break
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout=0.5)
+        finally:
+            process.kill()
+            process.wait()
+    if process.returncode != 0:
+        raise EngineFailedError(
+            f"the engine ended with exit code {process.returncode}; last words:\n{_last_words(log)}"
+        )
+
+
+def _last_words(log: Path) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-20:])
 
 
 def _about(args: argparse.Namespace, *, is_cuda: bool) -> Row:

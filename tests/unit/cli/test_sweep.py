@@ -1,4 +1,6 @@
 import argparse
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -6,7 +8,7 @@ import pytest
 
 from oasiskv.cli import sweep
 from oasiskv.core.config import LookaheadConfig
-from oasiskv.core.errors import ConfigError
+from oasiskv.core.errors import ConfigError, EngineFailedError
 
 
 def arguments(*given: str) -> argparse.Namespace:
@@ -122,3 +124,31 @@ def test_the_table_has_a_line_per_round_and_a_dash_for_what_a_mode_does_not_have
         "-",
     ]
     assert second.split()[2] == "16"
+
+
+def test_a_round_is_known_as_soon_as_it_is_over_and_the_engine_ends_with_the_sweep(tmp_path: Path) -> None:
+    results = tmp_path / "rows.jsonl"
+    results.touch()
+    code = (
+        "import os, sys, time\n"
+        "with open(sys.argv[1], 'a') as file:\n"
+        "    print('{\"pid\": %d}' % os.getpid(), file=file, flush=True)\n"
+        "    print('{\"half', end='', file=file, flush=True)\n"
+        "    time.sleep(600)\n"
+    )
+    rows = sweep.follow([sys.executable, "-c", code, str(results)], os.environ, tmp_path / "log.txt", results)
+    pid = next(rows)["pid"]
+    os.kill(pid, 0)
+    rows.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_rounds_before_a_failure_are_kept_and_its_last_words_told(tmp_path: Path) -> None:
+    results = tmp_path / "rows.jsonl"
+    results.touch()
+    code = "import sys; open(sys.argv[1], 'a').write('{\"requests\": 1}\\n'); sys.exit('out of memory')"
+    rows = sweep.follow([sys.executable, "-c", code, str(results)], os.environ, tmp_path / "log.txt", results)
+    assert next(rows) == {"requests": 1}
+    with pytest.raises(EngineFailedError, match=r"exit code 1; last words:\nout of memory$"):
+        next(rows)
