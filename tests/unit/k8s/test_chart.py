@@ -11,7 +11,7 @@ import yaml
 
 from oasiskv.operator.api import GROUP, ServiceSpec
 from oasiskv.operator.crds import KINDS, MAX_NAME
-from oasiskv.operator.facts import CERTIFICATE, INFERENCE_SERVICE, POD_MONITOR, SCALED_OBJECT
+from oasiskv.operator.facts import CERTIFICATE, CLAIM_TEMPLATE, INFERENCE_SERVICE, POD_MONITOR, SCALED_OBJECT
 from oasiskv.operator.kinds import read
 from oasiskv.operator.render import render
 from oasiskv.operator.testing import SPEC
@@ -19,6 +19,7 @@ from oasiskv.operator.testing import SPEC
 ROOT = Path(__file__).parents[3]
 CHART = ROOT / "helm/oasiskv"
 TEMPLATES = "".join(path.read_text() for path in sorted((CHART / "templates").rglob("*.*")))
+CLAIM = {"rdmaClass": "roce"}
 SCALING = {"maxReplicas": 2, "prometheus": {"address": "http://prometheus", "query": "up", "threshold": 1}}
 
 
@@ -71,10 +72,11 @@ def test_a_name_that_the_api_server_would_refuse_is_refused_before() -> None:
 
 
 def test_the_operator_may_write_every_kind_that_it_makes_and_no_other() -> None:
-    spec = read(ServiceSpec, {**SPEC, "prefill": {"scaling": SCALING}, "tls": {"issuer": {"name": "ca"}}}, "spec")
+    more = {"prefill": {"scaling": SCALING}, "tls": {"issuer": {"name": "ca"}}, "placement": {"claim": CLAIM}}
+    spec = read(ServiceSpec, {**SPEC, **more}, "spec")
     assert spec.placement is not None
     assert spec.network is not None
-    kinds = frozenset({CERTIFICATE, INFERENCE_SERVICE, POD_MONITOR, SCALED_OBJECT})
+    kinds = frozenset({CERTIFICATE, CLAIM_TEMPLATE, INFERENCE_SERVICE, POD_MONITOR, SCALED_OBJECT})
     made = render({"name": "chat", "namespace": "llm"}, spec, spec.placement, spec.network, kinds)
     wanted = set()
     for each in (*made.common, *made.generation, *made.decode):
