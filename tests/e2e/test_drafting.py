@@ -42,11 +42,11 @@ def test_a_drafter_that_was_left_out_leaves_no_trace_in_what_its_layer_chooses(
     assert sparse.pool_after == sparse.pool_before
 
 
-def test_only_the_first_sparse_step_after_a_pause_looks_ahead_without_a_draft(
+def test_only_the_first_sparse_step_of_a_request_looks_ahead_without_a_draft(
     backend_v2: EngineProcess, engine: dict[str, Any]
 ) -> None:
     settings = SETTINGS | {"prediction": "lookahead", "drafting": "when-sparse"}
     reply = run(backend_v2, engine, settings)
     assert reply.counts["undrafted_steps"] > 10
-    assert reply.counts["source_self"] == 1
-    assert reply.counts["source_draft"] == reply.counts["sparse_rows"] - 1
+    assert reply.counts["source_self"] == reply.counts["switches"] == 2
+    assert reply.counts["source_draft"] == reply.counts["sparse_rows"] - 2

@@ -1,6 +1,6 @@
 """What all layers of a step share, in tensors that stay in place, so that a captured graph reads each step's values."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -102,19 +102,27 @@ class StepPlanner:
         self._seq_lens[:count] = seq_lens
         return self._view(count, 0, 0)
 
-    def plan_step(self, batch: Batch, slots: Sequence[int], sparse: Sequence[bool], step: int, cap: int) -> StepPlan:
+    def plan_step(
+        self,
+        batch: Batch,
+        slots: Sequence[int],
+        sparse: Sequence[bool],
+        is_drafted: Sequence[bool],
+        step: int,
+        cap: int,
+    ) -> StepPlan:
         """Plan a step.
 
         Args:
             batch: The rows.
             slots: Request slot of each row.
             sparse: Whether each row's request is sparse.
+            is_drafted: What `looks_ahead_with` said.
             step: Number of the step.
             cap: Most blocks that a KV head may fetch in it.
         """
         count, sets = len(slots), self._sets
-        is_usable = self.looks_ahead_with(batch)
-        unusable = [0 if ok else n for n, ok in zip(batch.num_drafts, is_usable, strict=True)]
+        unusable = [0 if ok else n for n, ok in zip(batch.num_drafts, is_drafted, strict=True)]
         given = {
             Given.SLOT: list(slots),
             Given.NUM_DRAFTS: list(batch.num_drafts),
@@ -143,9 +151,16 @@ class StepPlanner:
         )
         return self._view(count, count, sum(sparse))
 
-    def looks_ahead_with(self, batch: Batch) -> Sequence[bool]:
-        """Say of each row whether its draft token's query chooses; the normal token's own does in the others."""
-        return batch.has_usable_draft if self._uses_drafts else [False] * len(batch.has_usable_draft)
+    def looks_ahead_with(self, batch: Batch, first: Set[str]) -> list[bool]:
+        """Say of each row whether its draft token's query chooses; the normal token's own does in the others.
+
+        Args:
+            batch: The rows.
+            first: Requests in their first sparse step, which may follow a handover and then has no draft: they choose
+                by their own query everywhere, so that both ways give the same tokens.
+        """
+        usable = zip(batch.request_ids, batch.has_usable_draft, strict=True)
+        return [self._uses_drafts and is_usable and request_id not in first for request_id, is_usable in usable]
 
     def padded(self, running: StepPlan, count: int) -> StepPlan:
         """Return the plan with padding rows behind its own, `count` in all."""

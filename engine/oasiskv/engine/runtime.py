@@ -200,17 +200,18 @@ class Runtime:
                 num_pages = self.sets.layout.num_pages(num_complete)
                 layout = HandoverLayout(num_complete=num_complete, num_pages=num_pages, has_active=True)
                 self.outbox.export(self._staged, request_id, slot, table, layout)
-        for request_id in self._arrived & row_of.keys():
+        arrived = self._arrived & row_of.keys()
+        for request_id in arrived:
             self.sets.stamp[:, slots[row_of[request_id]]] = stamp_of(self._step)
-        self._arrived -= row_of.keys()
+        self._arrived -= arrived
         sparse = [request_id in self._sparse for request_id in batch.request_ids]
-        is_drafted = self._planner.looks_ahead_with(batch)
+        is_drafted = self._planner.looks_ahead_with(batch, arrived | commands.switch.keys())
         drafted = sum(usable and flag for usable, flag in zip(is_drafted, sparse, strict=True))
         self.counters.add_sources(drafted, sum(sparse))
         self._measure()
         cap = self.caps.begin_step(self._step, sum(sparse))
         self.counters.allowed_blocks += cap * sum(sparse)
-        self._plan = self._planner.plan_step(batch, slots, sparse, self._step, cap)
+        self._plan = self._planner.plan_step(batch, slots, sparse, is_drafted, self._step, cap)
         self._has_drafted = False
         return self._plan
 

@@ -233,6 +233,8 @@ class TinyWorker:
         """Blocks of each sparse request that its working sets took in."""
         self._coming: dict[str, Admission] = {}
         """Requests with KV from staging that did not run yet."""
+        self._first: set[str] = set()
+        """Requests whose first sparse step this is."""
         self.was_drafter_left_out = False
         """Whether the step before the last one had no drafter's pass."""
         self._step = 0
@@ -289,7 +291,8 @@ class TinyWorker:
         by_id = {row.request_id: row for row in rows}
         for request_id, num_complete in commands.switch.items():
             self._switch(by_id[request_id], num_complete)
-        for request_id in self._coming.keys() & by_id.keys():
+        self._first = (self._coming.keys() & by_id.keys()) | commands.switch.keys()
+        for request_id in self._first & self._coming.keys():
             self._admit(by_id[request_id], self._coming.pop(request_id))
         outputs = []
         for layer in range(self.shape.num_layers):
@@ -404,8 +407,8 @@ class TinyWorker:
     def _look_ahead(self, layer: int, rows: Sequence[TinyRow], num_complete: dict[str, int]) -> None:
         for row in rows:
             queries = row.of(self.texts.query, layer)
-            is_draft = layer < self.shape.num_target_layers and (row.has_usable_draft or not row.num_drafts)
-            is_draft &= self.config.prediction in ("lookahead", "resident") or not row.num_drafts
+            is_draft = layer < self.shape.num_target_layers and row.has_usable_draft
+            is_draft &= self.config.prediction in ("lookahead", "resident") and row.request_id not in self._first
             query = self._queries[row.request_id, layer] = queries[-1 if is_draft else -1 - row.num_drafts]
             if (row.request_id, layer, 0) in self.working_sets:
                 predicted = self._predict(row, layer, query, num_complete[row.request_id])

@@ -336,6 +336,18 @@ def test_rows_look_ahead_with_the_draft_token_where_it_can_be_used(make: Make) -
     assert (counts["source_draft"], counts["source_self"]) == (1, 2)
 
 
+def test_the_first_sparse_step_looks_ahead_by_its_own_token_whatever_drafts_there_are(make: Make) -> None:
+    worker = make()
+    worker.run(StepCommands(host_blocks={"a": list(range(25))}), [row("a", 0, 8 * BLOCK)])
+    worker.run(StepCommands(store={"a": (0, 8)}), [row("a", 8 * BLOCK, 1)])
+    drafted = row("a", 8 * BLOCK + 1, 2, num_drafts=1, has_usable_draft=True)
+    worker.run(StepCommands(switch={"a": 8}), [drafted])
+    assert torch.equal(worker.sets.query[0, worker.slot_of("a")], TEXTS.query[0, 0, 8 * BLOCK + 1])
+    assert worker.runtime.counts()["source_self"] == 1
+    worker.run(StepCommands(), [row("a", 8 * BLOCK + 2, 2, num_drafts=1, has_usable_draft=True)])
+    assert worker.runtime.counts()["source_draft"] == 1
+
+
 def test_a_block_that_ends_while_the_drafter_is_left_out_is_complete_in_its_layer_too(make: Make) -> None:
     worker = make(debug_verify=True)
     num_tokens = prefill(worker)
