@@ -254,6 +254,32 @@ def test_the_openai_client_gets_chats_tools_and_structure(up: Up) -> None:
     settle(up)
 
 
+def test_the_openai_client_gets_a_call_of_a_tool(up: Up) -> None:
+    parameters = {
+        "type": "object",
+        "properties": {"city": {"enum": ["Rome"]}},
+        "required": ["city"],
+        "additionalProperties": False,
+    }
+    tool: Any = {"type": "function", "function": {"name": "weather", "strict": True, "parameters": parameters}}
+    with up.client() as client:
+        answer = client.chat.completions.create(
+            model="smollm2-135m",
+            messages=[{"role": "user", "content": "How warm is Rome?"}],
+            tools=[tool],
+            tool_choice={"type": "function", "function": {"name": "weather"}},
+            temperature=0,
+            # The grammar allows any amount of white space, from which this leads away.
+            frequency_penalty=2.0,
+            max_tokens=400,
+        )
+    calls: Any = answer.choices[0].message.tool_calls
+    (call,) = calls
+    assert (call.type, call.function.name) == ("function", "weather")
+    assert json.loads(call.function.arguments) == {"city": "Rome"}
+    settle(up)
+
+
 @pytest.mark.parametrize("after", [0, 1, 5])
 def test_a_stream_that_is_left_releases_everything(up: Up, after: int) -> None:
     with up.client() as client:
