@@ -405,3 +405,13 @@ def test_equal_prompts_have_equal_keys_up_to_the_block_in_which_they_differ() ->
     other = [*prompt[:40], 0, *prompt[41:]]
     assert block_keys(other, 16)[:2] == keys[:2]
     assert not set(block_keys(other, 16)[2:]) & set(keys)
+
+
+def test_a_key_names_the_token_behind_its_block_too() -> None:
+    prompt = list(range(100))
+    keys = block_keys(prompt, 16)
+    assert block_keys(prompt[:97], 16) == keys
+    assert block_keys(prompt[:96], 16) == keys[:5]
+    other = [*prompt[:48], 0, *prompt[49:]]
+    assert block_keys(other, 16)[:2] == keys[:2]
+    assert block_keys(other, 16)[2] != keys[2]

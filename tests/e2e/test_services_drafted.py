@@ -99,6 +99,19 @@ def test_a_drafter_whose_kv_crosses_gives_the_tokens_of_one_engine(services: Ser
     assert num_loaded == sum((len(prompt) - 1) // 16 * 16 for prompt in asked)
 
 
+def test_a_prompt_that_parts_from_another_at_a_blocks_end_shares_what_is_the_same_in_all_layers(
+    services: Services,
+) -> None:
+    decode = services.decode
+    first, other = prompts(250, 250, seed=5)
+    parting = [*first[:176], *other[176:]]
+    complete(decode, first)
+    loaded = metric(services.prefill, "oasiskv_prefill_loaded_tokens_total")
+    assert complete(decode, parting) == complete(decode, parting, **LOCAL)
+    # The drafter's last row of the block before depends on the token behind it.
+    assert metric(services.prefill, "oasiskv_prefill_loaded_tokens_total") - loaded == 160
+
+
 def test_kv_that_crossed_whole_gives_the_tokens_of_stock_vllm(services: Services, stock: EngineProcess) -> None:
     # Oracle A: nothing is left out. The budget covers the last prompt, which so stays where it is in any mode.
     requests = random_requests([201, 347, 256, 60], NUM_TOKENS, vocab_size=VOCAB_SIZE, prompt_seed=3, logprobs=2)

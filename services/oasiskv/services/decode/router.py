@@ -25,7 +25,7 @@ from oasiskv.services.clients.session import StagingSession
 from oasiskv.services.clients.waiting import wait_or_undo
 from oasiskv.services.decode.choice import Candidate, Reason, ranked, reason
 from oasiskv.services.decode.peers import Peer, Peers, Resolve, resolve
-from oasiskv.services.prompt_keys import block_keys, num_reusable
+from oasiskv.services.prompt_keys import block_keys
 
 logger = logging.getLogger(__name__)
 
@@ -181,7 +181,7 @@ class Router:
         if len(addresses) < 2:
             return held
         block_size = self._config.fingerprint.block_size
-        keys = block_keys(ids, block_size)[: num_reusable(len(ids), block_size)]
+        keys = block_keys(ids, block_size)
 
         async def ask(address: str) -> bool:
             assert self.links is not None

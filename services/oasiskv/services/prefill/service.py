@@ -32,7 +32,7 @@ from oasiskv.services.clients.moves import Lease
 from oasiskv.services.clients.session import StagingSession
 from oasiskv.services.clients.waiting import wait_or_undo
 from oasiskv.services.generation import Prompt, check_request_id
-from oasiskv.services.prompt_keys import block_keys, num_reusable
+from oasiskv.services.prompt_keys import block_keys
 
 logger = logging.getLogger(__name__)
 
@@ -247,7 +247,7 @@ class PrefillService:
             return await self._run(request_id, request, ids, sampling, None), ids
         keys = block_keys(ids, self._config.fingerprint.block_size)
         session = self._link.session
-        prefix = await self._find(session, ids, keys)
+        prefix = await self._find(session, keys)
         try:
             try:
                 return await self._stage(session, request_id, request, ids, keys, sampling, prefix), ids
@@ -258,11 +258,10 @@ class PrefillService:
             if prefix is not None:
                 session.release(prefix)
 
-    async def _find(self, session: StagingSession, ids: Sequence[int], keys: Sequence[bytes]) -> Lease | None:
-        """Take a lease on the blocks of the prompt that are in staging; its last token is always computed."""
+    async def _find(self, session: StagingSession, keys: Sequence[bytes]) -> Lease | None:
+        """Take a lease on the blocks of the prompt that are in staging."""
         try:
-            wanted = keys[: num_reusable(len(ids), self._config.fingerprint.block_size)]
-            return await wait_or_undo(session.lease(wanted), session.release)
+            return await wait_or_undo(session.lease(keys), session.release)
         except (BlockNotFoundError, PoolExhaustedError):
             return None
 
@@ -290,7 +289,9 @@ class PrefillService:
             if first.finish_reason is not None:
                 return first
             receipts = await self._engine.take_handover(lease.token)
-            handle = await self._hand_off(session, lease, layout, keys, receipts)
+            # The first token follows the prompt's last block where that is complete.
+            all_keys = block_keys([*ids, first.first_token_id], self._config.fingerprint.block_size)
+            handle = await self._hand_off(session, lease, layout, all_keys, receipts)
             is_handed_over = True
         finally:
             if not is_handed_over:
