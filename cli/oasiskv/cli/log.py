@@ -102,7 +102,7 @@ class LogReader:
             self._usage = f"vLLM: {found[1]}"
         elif _DEATH.match(text):
             self._is_dead = True
-        elif (found := _ANY_ERROR.fullmatch(text)) is not None:
+        elif not self._is_dead and (found := _ANY_ERROR.fullmatch(text)) is not None:
             if _VALIDATION.match(found[2]):
                 self._in_validation = True
             else:

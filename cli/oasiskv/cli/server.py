@@ -18,11 +18,15 @@ from typing import NoReturn, Protocol, Self
 
 from oasiskv.cli.log import LogReader
 from oasiskv.core.errors import EngineFailedError, TransferTimeoutError
+from oasiskv.engine.vllm.api_server import kill_group
 
 Show = Callable[[str], None]
 
 STOP_TIMEOUT_S = 20.0
 """Time that vLLM gets to stop its processes before they are killed."""
+
+STARTING_STOP_TIMEOUT_S = 3.0
+"""The same before it takes requests: nothing is under way then, and vLLM may not listen while it loads."""
 
 GONE_TIMEOUT_S = 5.0
 """Time that the children of a server have to notice that it ended."""
@@ -168,18 +172,20 @@ class Server:
         if process is None:
             return
         self.ask_to_stop()
+        longest_s = self._stop_timeout_s if self.is_listening else min(self._stop_timeout_s, STARTING_STOP_TIMEOUT_S)
         if process.poll() is None:
             # A second ctrl-C means "at once".
             with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
-                process.wait(self._stop_timeout_s)
+                process.wait(longest_s)
         if process.poll() is None:
             # Alone at first: who keeps account of its shared memory gives that back once it is gone.
             process.kill()
             process.wait()
+        if not _wait_gone(process, min(longest_s, GONE_TIMEOUT_S)):
+            kill_group(process.pid)
         if not _wait_gone(process, GONE_TIMEOUT_S):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
             _wait_gone(process, GONE_TIMEOUT_S)
         if self._reader is not None:
             self._reader.join(5.0)

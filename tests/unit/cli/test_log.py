@@ -90,7 +90,8 @@ def test_an_engine_that_died_without_a_word_was_killed_perhaps() -> None:
     idle = "(APIServer pid=9) WARNING 11-30 00:00:01 [c.py:1] [shutdown] MPClient: engine core exited unexpectedly; s"
     busy = "(APIServer pid=9) ERROR 11-30 00:00:01 [a.py:1] vllm.v1.engine.exceptions.EngineDeadError: EngineCore (a)"
     loading = "(APIServer pid=9) RuntimeError: Engine core initialization failed. See root cause above."
-    for log in ([ready, idle], [ready, busy], [loading]):
+    worker = "(EngineCore pid=9) ERROR 11-30 00:00:01 [m.py:1] Worker proc VllmWorker-0 died unexpectedly (-9)"
+    for log in ([ready, idle], [ready, busy], [loading], [ready, worker, f"{PREFIX}RuntimeError: cancelled"]):
         cause = read_all(*log).cause
         assert cause is not None
         assert "was it killed" in cause

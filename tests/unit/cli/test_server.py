@@ -129,6 +129,35 @@ def test_a_child_that_waits_for_the_end_of_a_server_that_hangs_may_clean_up(tmp_
     assert cleaned.exists()
 
 
+def test_a_server_that_is_stopped_while_it_starts_is_not_waited_for_and_leaves_no_shared_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Neither it nor its child, which holds the memory, ends by itself: as an engine that is loading.
+    monkeypatch.setattr("oasiskv.cli.server.STARTING_STOP_TIMEOUT_S", 0.2)
+    code = """
+        import signal, sys, time
+        from multiprocessing import Process, shared_memory
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        memory = shared_memory.SharedMemory(create=True, size=1)
+        child = Process(target=time.sleep, args=(60,))
+        child.start()
+        print("INFO 11-30 00:00:01 [a.py:1] Host memory for KV:", memory.name, child.pid, flush=True)
+        time.sleep(60)
+    """
+    shown: list[str] = []
+    with make_server(tmp_path, code, shown, stop_timeout_s=600.0) as server:
+        end = time.monotonic() + 30
+        while not shown and time.monotonic() < end:
+            time.sleep(0.02)
+        name, child = shown[0].split()[-2:]
+        pids, memory = [server.pid, int(child)], Path("/dev/shm", name)
+        assert memory.exists()
+    is_left = memory.exists()
+    memory.unlink(missing_ok=True)
+    assert not is_left
+    assert not any(is_alive(pid) for pid in pids)
+
+
 def test_a_server_and_its_children_end_when_who_started_it_was_killed_and_shared_memory_with_them(
     tmp_path: Path,
 ) -> None:

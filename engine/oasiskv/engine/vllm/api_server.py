@@ -31,24 +31,24 @@ def end_with_parent() -> None:
             time.sleep(POLL_S)
         os.killpg(0, signal.SIGTERM)
         time.sleep(STOP_TIMEOUT_S)
-        _kill_group()
+        kill_group(os.getpgrp())
 
     threading.Thread(target=watch, name="oasiskv-parent", daemon=True).start()
 
 
-def _kill_group() -> None:
-    """Kill this process's group but for the trackers of Python's multiprocessing.
+def kill_group(group: int) -> None:
+    """Kill a group of processes, this one last if it belongs to it, but for the trackers of Python's multiprocessing.
 
     A tracker unlinks the group's shared memory once nobody else is left, and then ends by itself.
     """
-    others = []
+    members = []
     for folder in Path("/proc").glob("[0-9]*"):
         pid = int(folder.name)
         with suppress(OSError):
             is_tracker = b"multiprocessing.resource_tracker" in (folder / "cmdline").read_bytes()
-            if os.getpgid(pid) == os.getpgrp() and pid != os.getpid() and not is_tracker:
-                others.append(pid)
-    for pid in (*others, os.getpid()):
+            if os.getpgid(pid) == group and not is_tracker:
+                members.append(pid)
+    for pid in sorted(members, key=os.getpid().__eq__):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
