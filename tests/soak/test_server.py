@@ -123,7 +123,7 @@ def test_a_server_gets_everything_back_from_two_hundred_clients(model: Path, tmp
         max_model_len=512,
         max_num_seqs=8,
         # Dense up to 8 blocks each, and a prompt takes up to 25: they outgrow this pool in mid-decode.
-        rest=["--num-gpu-blocks-override", "36", "--served-model-name", "tiny", "--max-num-batched-tokens", "256"],
+        rest=["--num-gpu-blocks-override", "33", "--served-model-name", "tiny", "--max-num-batched-tokens", "256"],
         settings=["debug_verify=true", "debug_poison=true"],
     )
     launch = prepare(request, "cpu", print)
