@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from oasiskv.kernels.complete import complete
+from oasiskv.kernels.complete import complete, keep
 from oasiskv.kernels.complete import reference as complete_reference
 from oasiskv.kernels.fp8 import reference as fp8_reference
 from oasiskv.kernels.fp8 import round_blocks
@@ -48,15 +48,17 @@ class State:
 
     def step(self, *, plainly: bool) -> None:
         state = (self.resident, self.stamp)
-        tables = (self.slot_ids, self.page_ids, self.host_table)
+        tables, kept = (self.slot_ids, self.page_ids), (self.resident, self.slot_ids, self.host_table)
+        rounds = self.units.dtype == torch.uint8
         query, rows, layout = self.query, self.rows, self.layout
         found = (self.blocks, self.scores)
         source = (self.units, 1, self.kv_cache)
         chosen = (*found, rows, *state, self.plan, self.counters)
         if plainly:
             complete_reference.complete(
-                self.kv_cache, self.units, 1, rows, *state, *tables, self.counters, layout, 1
+                self.kv_cache, rows, *state, *tables, self.counters, layout, 1, rounds=rounds
             )  # fmt: skip
+            complete_reference.keep(self.kv_cache, self.units, 1, rows, *kept)
             predict_reference.predict(
                 query, rows, self.kv_cache, self.page_ids, *found, layout, 0.25, "max", 1.0, 1
             )  # fmt: skip
@@ -64,8 +66,9 @@ class State:
             transfer_reference.transfer(*source, self.plan, rows, self.host_table, self.slot_ids)
         else:
             complete(
-                self.kv_cache, self.units, 1, rows, *state, *tables, self.counters, layout=layout, num_sinks=1
+                self.kv_cache, rows, *state, *tables, self.counters, layout=layout, num_sinks=1, rounds=rounds
             )  # fmt: skip
+            keep(self.kv_cache, self.units, 1, rows, *kept)
             predict(
                 query, rows, self.kv_cache, self.page_ids, *found,
                 layout=layout, alpha=0.25, reduction="max", scale=1.0, num_sinks=1,

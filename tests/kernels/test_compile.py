@@ -71,7 +71,8 @@ def compile_all(dtype, kind, is_fp8, reductions):
         predict.predict(query, rows, cache, tables[1], blocks, scores, shape.layout, alpha, reduction, 0.1, 1)
     if kind == "mid":
         return
-    complete.complete(cache, units, 1, rows, *state, *tables, counters(shape), shape.layout, 1)
+    complete.complete(cache, rows, *state, *tables[:2], counters(shape), shape.layout, 1, rounds=is_fp8)
+    complete.keep(cache, units, 1, rows, state[0], tables[0], tables[2])
     transfer.transfer(units, 1, cache, plans, rows, tables[2], tables[0])
     transfer.store(cache, ids(n), units, 1, ids(n))
     if is_fp8:
@@ -101,8 +102,8 @@ print(json.dumps([triton.__version__, found]))
 """
 
 KERNELS = {
-    "_complete", "_plan", "_predict", "_publish", "_round_blocks", "_select", "_store", "_store_fp8", "_summarize",
-    "_transfer", "add_busy", "add_wait", "await_count", "await_done", "note", "raise_count",
+    "_complete", "_keep", "_plan", "_predict", "_publish", "_round_blocks", "_select", "_store", "_store_fp8",
+    "_summarize", "_transfer", "add_busy", "add_wait", "await_count", "await_done", "note", "raise_count",
 }  # fmt: skip
 HOPPER_SHARED_BYTES = 227 * 1024
 NARROWS, WIDENS = "cvt.rn.satfinite.e4m3x2.f32", "cvt.rn.f16x2.e4m3x2"
@@ -112,6 +113,7 @@ FP8 = {
     "_transfer": {WIDENS, WIDE_STORE, WIDE_RING},
     "_store_fp8": {NARROWS, WIDE_STORE},
     "_complete": {WIDE_STORE},
+    "_keep": {WIDE_STORE},
     "_summarize": set(),
     "_predict": {WIDENS, PRODUCT},
 }
@@ -132,6 +134,8 @@ def test_every_kernel_compiles_for_the_gpu_and_fp8_is_converted_in_hardware_and_
     for name, label, code in fp8:
         assert {text for text in FP8[name] if text in code} == FP8[name], (name, label)
         # What goes on with the numbers that it narrowed counts on bits.
-        assert name not in ("_round_blocks", "_complete", "_summarize") or not {NARROWS, WIDENS} & set(code.split())
+        assert name not in ("_round_blocks", "_complete", "_keep", "_summarize") or not {NARROWS, WIDENS} & set(
+            code.split()
+        )
     # Rows of summaries come by asynchronous copies, so that programs wait for several at once.
     assert all("cp.async" in code for name, _, _, code in found if name == "_predict")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from oasiskv.core.errors import ConfigError
-from oasiskv.kernels.complete import complete
+from oasiskv.kernels.complete import complete, keep
 from oasiskv.kernels.fp8.reference import narrow, views, widen
 from oasiskv.kernels.rows import FRESH, Counter, stamp_of
 from oasiskv.kernels.testing import (
@@ -52,10 +52,13 @@ def a_step(shape: Shape, finished: list[int | None], seed: int, *, page_is_sourc
         rows.append((-1 if is_padding else request, (block or 0) + 1, 6, -1 if is_idle else int(sources[request])))
     resident = torch.stack(
         [
-            distinct(shape.budget, shape.max_blocks, random, "cpu")
+            distinct(shape.budget, shape.max_blocks - 1, random, "cpu")
             for _ in range(num_requests * shape.num_kv_heads)
         ]
     ).view(num_requests, shape.num_kv_heads, shape.budget)  # fmt: skip
+    for request, block in zip(requests, finished, strict=True):
+        if block is not None and block >= 0:  # nobody holds it yet
+            resident[request] += resident[request] >= block
     arguments: dict[str, Any] = {
         "kv_cache": numbers((len(ids) * per_request + 2, *shape.unit), random, shape),
         "units": host_units(num_host, shape, random),
@@ -69,8 +72,23 @@ def a_step(shape: Shape, finished: list[int | None], seed: int, *, page_is_sourc
         "counters": counters(shape) + 3,
         "layout": shape.layout,
         "num_sinks": 1,
+        "rounds": shape.is_fp8,
     }
     return arguments
+
+
+KEPT = ("kv_cache", "units", "layer", "rows", "resident", "slot_ids", "host_table")
+TAKEN = (
+    "kv_cache", "rows", "resident", "stamp", "slot_ids", "page_ids", "counters", "layout", "num_sinks", "rounds"
+)  # fmt: skip
+
+
+def run(module: Any, arguments: dict[str, Any]) -> None:
+    """Take the blocks in and write them to the host, by a module or its like."""
+    module.complete(**{name: arguments[name] for name in TAKEN})
+    module.keep(**{name: arguments[name] for name in KEPT})
+    if arguments["kv_cache"].is_cuda:
+        torch.cuda.synchronize()
 
 
 def oracle(arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -87,10 +105,11 @@ def oracle(arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
             victim = min(open_slots, key=(stamp // 2).tolist().__getitem__, default=0)
             content, host = before[source, head], int(arguments["host_table"][request, block])
             if out["units"].dtype == torch.uint8:
-                rounded = narrow(content)
-                for view, values in zip(views(out["units"], tuple(before.shape[1:])), rounded, strict=True):
+                content = widen(*narrow(content), before.dtype)
+                # The host's scale is that of the rounded numbers, which may be the next smaller one.
+                for view, values in zip(views(out["units"], tuple(before.shape[1:])), narrow(content), strict=True):
                     view[host, arguments["layer"], head] = values
-                content = widen(*rounded, before.dtype)
+                assert torch.equal(widen(*narrow(content), before.dtype).nan_to_num(), content.nan_to_num())
             else:
                 out["units"][host, arguments["layer"], head] = content
             out["kv_cache"][int(arguments["slot_ids"][request, victim]), head] = content
@@ -116,9 +135,7 @@ def oracle(arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 def check(implementation: str, arguments: dict[str, Any]) -> None:
     wanted = oracle(arguments)
-    import_module(f"oasiskv.kernels.complete.{implementation}").complete(**arguments)
-    if arguments["kv_cache"].is_cuda:
-        torch.cuda.synchronize()
+    run(import_module(f"oasiskv.kernels.complete.{implementation}"), arguments)
     for name in WRITTEN:
         got, plain = arguments[name].cpu(), wanted[name]
         if name == "kv_cache" and arguments["layout"].is_fp8:
@@ -170,9 +187,7 @@ def test_offsets_past_four_gigabytes(implementation: str, device: str, where: st
         moved |= {name: arguments[name] + move for name in ("slot_ids", "page_ids")}
         moved["rows"] = arguments["rows"].clone()
         moved["rows"][:, 3] += torch.where(arguments["rows"][:, 3] < 0, 0, move)
-    import_module(f"oasiskv.kernels.complete.{implementation}").complete(**(arguments | moved))
-    if device != "cpu":
-        torch.cuda.synchronize()
+    run(import_module(f"oasiskv.kernels.complete.{implementation}"), arguments | moved)
     got = arguments | {where: longer[move:]}
     for name in WRITTEN:
         first, second = (part.cpu().contiguous().view(torch.uint8) for part in (got[name], wanted[name]))
@@ -207,7 +222,6 @@ def test_without_a_finished_block_nothing_changes(implementation: str, device: s
         ({"stamp": torch.zeros(2, 2, 5, dtype=torch.int32)}, r"^stamp: expected shape \[2, 2, 4\], got \[2, 2, 5\]"),
         ({"slot_ids": torch.zeros(2, 5, dtype=torch.int32)}, r"^slot_ids: expected shape \[2, 4\], got \[2, 5\]"),
         ({"page_ids": torch.zeros(3, 5, dtype=torch.int32)}, r"^page_ids: expected shape \[2, \*\], got \[3, 5\]"),
-        ({"layer": -1}, "^layer: expected 0 to 1, got -1"),
         ({"num_sinks": -1}, "^num_sinks: expected at least 0, got -1"),
     ],
 )
@@ -215,5 +229,22 @@ def test_an_argument_that_does_not_fit_is_named_and_nothing_is_written(changes: 
     arguments = a_step(Shape(), [20], seed=6)
     before = {name: arguments[name].clone() for name in WRITTEN}
     with pytest.raises(ConfigError, match=message):
-        complete(**(arguments | changes))
+        complete(**{name: (arguments | changes)[name] for name in TAKEN})
     assert all(torch.equal(arguments[name], before[name]) for name in WRITTEN)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer": -1}, "^layer: expected 0 to 1, got -1"),
+        ({"resident": torch.zeros(2, 3, 4, dtype=torch.int32)}, r"^resident: expected shape \[\*, 2, \*\], got"),
+        ({"slot_ids": torch.zeros(2, 5, dtype=torch.int32)}, r"^slot_ids: expected shape \[2, 4\], got \[2, 5\]"),
+        ({"host_table": torch.zeros(3, 5, dtype=torch.int32)}, r"^host_table: expected shape \[2, \*\], got \[3, 5\]"),
+    ],
+)
+def test_nothing_reaches_the_host_by_an_argument_that_does_not_fit(changes: dict[str, Any], message: str) -> None:
+    arguments = a_step(Shape(), [20], seed=6)
+    before = arguments["units"].clone()
+    with pytest.raises(ConfigError, match=message):
+        keep(**{name: (arguments | changes)[name] for name in KEPT})
+    assert torch.equal(arguments["units"], before)

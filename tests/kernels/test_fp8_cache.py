@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from oasiskv.core.errors import ConfigError
-from oasiskv.kernels.complete import complete
+from oasiskv.kernels.complete import complete, keep
 from oasiskv.kernels.formats import FP8
 from oasiskv.kernels.fp8 import round_blocks
 from oasiskv.kernels.predict import predict
@@ -196,8 +196,14 @@ def test_a_finished_block_is_copied_byte_by_byte_and_summarized(
     plain = arguments | {name: wide(arguments[name]).to(device) for name in ("kv_cache", "units")}
     plain |= {name: arguments[name].clone() for name in ("resident", "stamp", "counters")}
     plain["layout"] = replace(layout, dtype_bytes=4)
-    module_of("complete", "reference").complete(**plain)
-    module_of("complete", implementation).complete(**arguments)
+    for module, given in (
+        (module_of("complete", "reference"), plain),
+        (module_of("complete", implementation), arguments),
+    ):
+        host = {name: given.pop(name) for name in ("units", "layer", "host_table")}
+        module.complete(**given, rounds=False)
+        module.keep(**{name: given[name] for name in ("kv_cache", "rows", "resident", "slot_ids")}, **host)
+        given |= host
     if device != "cpu":
         torch.cuda.synchronize()
     for name in ("resident", "stamp", "counters"):
@@ -288,19 +294,8 @@ def test_doors_take_fp8_caches_and_name_what_does_not_go_with_them() -> None:
     store(cache, ids, units, 0, ids)
     transfer(units, 0, cache, torch.full((1, 2, 1, 2), -1).int(), rows, tables, tables)
     state = torch.zeros(1, 2, 2, dtype=torch.int32)
-    complete(
-        cache,
-        units,
-        0,
-        rows,
-        state,
-        state.clone(),
-        tables,
-        tables,
-        tables,
-        counters(shape),
-        layout=shape.layout,
-        num_sinks=0,
-    )
+    places_of = (state, state.clone(), tables, tables)
+    complete(cache, rows, *places_of, counters(shape), layout=shape.layout, num_sinks=0, rounds=False)
+    keep(cache, units, 0, rows, state, tables, tables)
     predict(torch.zeros(1, 2, 64), rows, cache, tables, *places, layout=shape.layout, **settings)
     assert places[0].tolist() == [[[0, 1], [0, 1]]]

@@ -82,7 +82,8 @@ def arguments_of(name: str) -> tuple[Any, ...]:
         "transfer": (x["units"], 1, x["kv_cache"], x["plan"], x["rows"], x["host_table"], x["slot_ids"]),
         "store": (x["kv_cache"], x["some"], x["units"], 1, x["others"]),
         "round_blocks": (x["kv_cache"], x["others"]),
-        "complete": (x["kv_cache"], x["units"], 1, x["rows"], *state, *tables, x["counters"], False, False, 1),
+        "complete": (x["kv_cache"], x["rows"], *state, *tables[:2], x["counters"], False, False, 1, False),
+        "keep": (x["kv_cache"], x["units"], 1, x["rows"], x["resident"], x["slot_ids"], x["host_table"]),
         "publish": (x["query"], x["query_rows"], x["slots"], x["rows"], x["queries"], x["later_rows"]),
         "plan": (
             x["given"], x["query_start_loc"], x["seq_lens"], x["block_table"], x["num_complete"], x["request_pages"],
@@ -105,8 +106,9 @@ def whole_step(x: dict[str, torch.Tensor]) -> torch.Tensor:
     )  # fmt: skip
     DOORS["publish"].publish(x["query"], x["query_rows"], x["slots"], rows, x["queries"], x["later_rows"])
     DOORS["complete"].complete(
-        x["kv_cache"], x["units"], 1, rows, *state, *tables, x["counters"], layout=layout, num_sinks=1
+        x["kv_cache"], rows, *state, *tables[:2], x["counters"], layout=layout, num_sinks=1, rounds=False
     )
+    DOORS["complete"].keep(x["kv_cache"], x["units"], 1, rows, x["resident"], x["slot_ids"], x["host_table"])
     DOORS["summarize"].summarize(x["kv_cache"], x["some"], x["pages"], x["others"], 0, layout)
     DOORS["predict"].predict(
         x["queries"], rows, x["pages"], x["page_ids"], x["blocks"], x["scores"],

@@ -72,7 +72,9 @@ for n in (1, 2, 3, 4, 15, 16, 17, 32):
         here = resident[layer], stamp[layer]
         publish.publish(query, ids(slots)[:n], ids(slots)[:n], rows[:n], query, rows)
         for pool in (units, fp8_units):
-            complete.complete(cache, pool, layer, rows[:n], *here, *tables, counts[layer], shape.layout, 1)
+            rounds = pool is fp8_units
+            complete.complete(cache, rows[:n], *here, *tables[:2], counts[layer], shape.layout, 1, rounds=rounds)
+            complete.keep(cache, pool, layer, rows[:n], here[0], tables[0], tables[2])
             transfer.transfer(pool, layer, cache, chosen[:n], rows[:n], tables[2], tables[0])
         predict.predict(query, rows[:n], cache, tables[1], blocks[:n], scores[:n], shape.layout, 0.25, "max", 0.1, 1)
         select.select(blocks[:n], scores[:n], rows[:n], *here, chosen, counts[layer])

@@ -27,7 +27,7 @@ from oasiskv.engine.settled import SettledCounters
 from oasiskv.engine.state import CacheShape, WorkingSets
 from oasiskv.engine.switch import switch_request
 from oasiskv.engine.upload import upload
-from oasiskv.kernels.complete import complete
+from oasiskv.kernels.complete import complete, keep
 from oasiskv.kernels.predict import predict
 from oasiskv.kernels.publish import publish
 from oasiskv.kernels.rows import Row, stamp_of
@@ -281,6 +281,7 @@ class Runtime:
             return False
         for layer in drafter_layers:
             self.before_write(layer)
+            self._keep(layer, self._plan.rows)
         self._has_drafted = True
         return True
 
@@ -295,22 +296,20 @@ class Runtime:
         sets = self.sets
         self._settled.note(layer)
         if self._has_work(plan):
+            if self.config.debug_verify:
+                self._verify(layer, plan)
             complete(
                 self._kv_caches[layer],
-                self._pool.units,
-                layer,
                 plan.rows,
                 sets.resident[layer],
                 sets.stamp[layer],
                 sets.slot_ids,
                 sets.page_ids,
-                sets.host_table,
                 sets.counters[layer],
                 layout=sets.summaries,
                 num_sinks=self.config.sink_blocks,
+                rounds=self._pool.config.is_fp8,
             )
-            if self.config.debug_verify:
-                self._verify(layer, plan)
 
     def publish(self, layer: int, query: torch.Tensor) -> None:
         """Copy the layer's lookahead queries to where the background and a later switch read them.
@@ -445,6 +444,8 @@ class Runtime:
 
         @torch.inference_mode()
         def run_predict() -> None:
+            # First, since the selection may choose any resident as a victim.
+            self._keep(layer, rows)
             self.predict(layer, rows, blocks, scores)
 
         @torch.inference_mode()
@@ -463,6 +464,12 @@ class Runtime:
                 self.counters.transfer_s += time.perf_counter() - started
 
         return [run_predict, run_select, run_transfer]
+
+    def _keep(self, layer: int, rows: torch.Tensor) -> None:
+        """Write the blocks to host memory that the layer took in for these rows."""
+        sets = self.sets
+        resident, table = sets.resident[layer], sets.host_table
+        keep(self._kv_caches[layer], self._pool.units, layer, rows, resident, sets.slot_ids, table)
 
     def predict(self, layer: int, rows: torch.Tensor, blocks: torch.Tensor, scores: torch.Tensor) -> None:
         """Name the blocks that a layer's published queries look for: the seam at which traces come and go."""

@@ -455,6 +455,8 @@ class TinyWorker:
         heads = every_head[:, None]
         held = self.kv_caches[layer][self.sets.slot_ids[slot].long()[None], heads]
         is_here = ~self.runtime.inbox.fetched.absent[layer, slot, :num_complete]
+        # What ended in this step comes to host memory behind the layer's attention.
+        is_here[self.num_complete[row.request_id] :] = False
         assert torch.equal(host[is_here].float(), true[is_here].float()), (
             f"layer {layer}: host memory of {row.request_id!r} differs from what was computed"
         )

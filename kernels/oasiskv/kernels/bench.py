@@ -180,21 +180,22 @@ class Step:
         )
 
     def complete(self, layer: int, rows: torch.Tensor) -> None:
-        """Take in the blocks that `rows` says are finished."""
+        """Take in the blocks that `rows` says are finished, and write them to the host."""
+        kv_cache, resident = self.memory.kv_caches[layer], self.resident[layer]
         complete_kernel.complete(
-            self.memory.kv_caches[layer],
-            self.units,
-            layer % self.units.shape[1],
+            kv_cache,
             rows,
-            self.resident[layer],
+            resident,
             self.stamp[layer],
             self.slot_ids,
             self.page_ids,
-            self.host_table,
             self.counters,
             self.layout,
             1,
+            rounds=self.units.dtype == torch.uint8,
         )
+        place = layer % self.units.shape[1]
+        complete_kernel.keep(kv_cache, self.units, place, rows, resident, self.slot_ids, self.host_table)
 
     def finished(self, every: int) -> torch.Tensor:
         """Rows of which each `every`-th has just finished a block."""

@@ -1,4 +1,4 @@
-"""What complete means, in plain torch, one row at a time."""
+"""What complete and keep mean, in plain torch, one row at a time."""
 
 import torch
 
@@ -9,17 +9,16 @@ from oasiskv.kernels.summarize.reference import summarize
 
 def complete(
     kv_cache: torch.Tensor,
-    units: torch.Tensor,
-    layer: int,
     rows: torch.Tensor,
     resident: torch.Tensor,
     stamp: torch.Tensor,
     slot_ids: torch.Tensor,
     page_ids: torch.Tensor,
-    host_table: torch.Tensor,
     counters: torch.Tensor,
     layout: SummaryLayout,
     num_sinks: int,
+    *,
+    rounds: bool,
 ) -> None:
     """Take in finished blocks; see `op.complete`."""
     for row in rows.tolist():
@@ -32,8 +31,7 @@ def complete(
         age = (last // 2).long() * held.shape[1] + slot
         victim = torch.where(held < num_sinks, torch.iinfo(torch.int64).max, age).argmin(-1)
         finished = kv_cache[source].clone()  # [H, B, 2D]
-        write(units, layer, host_table[request, block].to(units.device).long()[None], finished[None])
-        if units.dtype == torch.uint8:
+        if rounds:
             finished = widen(*narrow(finished), finished.dtype)
         kv_cache[slot_ids[request, victim].long(), heads] = finished
         counters[:, Counter.WASTED] += last[heads, victim] & FRESH
@@ -44,3 +42,24 @@ def complete(
         staged = finished[None]
         index = torch.zeros(1, dtype=torch.int32, device=kv_cache.device)
         summarize(staged, index, kv_cache, page_ids[request], block, layout)
+
+
+def keep(
+    kv_cache: torch.Tensor,
+    units: torch.Tensor,
+    layer: int,
+    rows: torch.Tensor,
+    resident: torch.Tensor,
+    slot_ids: torch.Tensor,
+    host_table: torch.Tensor,
+) -> None:
+    """Write finished blocks to the host; see `op.keep`."""
+    for row in rows.tolist():
+        request, block = row[Row.REQUEST], row[Row.NUM_COMPLETE] - 1
+        if request < 0 or row[Row.FINISHED_BLOCK] < 0:
+            continue
+        held = resident[request]  # [H, K]
+        heads = torch.arange(held.shape[0], device=held.device)
+        slot = (held == block).int().argmax(-1)
+        host = host_table[request, block].to(units.device).long()
+        write(units, layer, host[None], kv_cache[slot_ids[request, slot].long(), heads][None])
