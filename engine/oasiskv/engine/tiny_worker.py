@@ -447,20 +447,18 @@ class TinyWorker:
 
     def _check_bytes(self, layer: int, row: TinyRow, num_complete: int) -> None:
         slot, true = self.slot_of(row.request_id), self._blocks(layer, row, num_complete)
-        host_table, every_head = self.runtime.host_table(layer), torch.arange(self.shape.num_kv_heads)
-        host_ids = host_table[slot, :num_complete].long()
-        host = read(self.pool.units, layer, host_ids[:, None], every_head, self.kv_caches[layer])
+        every_head = torch.arange(self.shape.num_kv_heads)
+        host_ids = self.runtime.host_table(layer)[slot, :num_complete, None].long()
+        host = read(self.pool.units, layer, host_ids, every_head, self.kv_caches[layer])
         resident = self.sets.resident[layer, slot].long()
         assert int(resident.max()) < num_complete
-        heads = every_head[:, None]
-        held = self.kv_caches[layer][self.sets.slot_ids[slot].long()[None], heads]
+        held = self.kv_caches[layer][self.sets.slot_ids[slot].long()[None], every_head[:, None]]
         is_here = ~self.runtime.inbox.fetched.absent[layer, slot, :num_complete]
         # What ended in this step comes to host memory behind the layer's attention.
         is_here[self.num_complete[row.request_id] :] = False
-        assert torch.equal(host[is_here].float(), true[is_here].float()), (
-            f"layer {layer}: host memory of {row.request_id!r} differs from what was computed"
-        )
-        is_same = torch.equal(held.float(), true[resident, heads].float())
+        is_kept = torch.equal(host[is_here].float(), true[is_here].float())
+        assert is_kept, f"layer {layer}: host memory of {row.request_id!r} differs from what was computed"
+        is_same = torch.equal(held.float(), true[resident, every_head[:, None]].float())
         assert is_same, f"layer {layer}: slots of {row.request_id!r} hold other units"
 
     def _check_summaries(self, layer: int, row: TinyRow, num_complete: int) -> None:
