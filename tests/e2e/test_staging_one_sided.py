@@ -3,15 +3,18 @@
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
 import pytest
 import torch
+from opentelemetry import trace
 
 from oasiskv.cli.main import main
 from oasiskv.core.errors import (
@@ -25,6 +28,7 @@ from oasiskv.protos.staging.v1 import staging_pb2 as pb
 from oasiskv.protos.staging.v1 import staging_pb2_grpc
 from oasiskv.services import nixl
 from oasiskv.services.clients.session import FetchStatus, SessionConfig, StagingSession
+from oasiskv.services.clients.staging import StagingClient
 from oasiskv.services.rpc.testing import make_certificate, tls_files
 from oasiskv.services.staging.process import StagingProcess
 from oasiskv.services.staging.testing import (
@@ -39,6 +43,9 @@ from oasiskv.services.staging.testing import (
     stats,
     until,
 )
+from oasiskv.services.tracing import context_metadata
+
+MOVES = {"mapped": {"FetchDescriptors"}, "one-sided": {"FetchDescriptors"}, "stream": {"Put", "Get"}}
 
 
 @pytest.fixture(scope="module")
@@ -299,6 +306,44 @@ def test_leases_are_renewed_while_the_session_lives(server: StagingProcess) -> N
         while time.monotonic() < until_s:
             assert fetch(peer, lease, 2)[0] == [0, 0]
             time.sleep(0.1)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_a_session_calls_for_a_request_is_traced_below_it_and_renewing_is_not(
+    server: StagingProcess, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: dict[str, list[dict[str, str]]] = {}
+    is_renewed = threading.Event()
+    call, get = StagingClient.call, StagingClient.get
+
+    def note(name: str) -> None:
+        sent.setdefault(name, []).append(dict(context_metadata()))
+
+    async def noted_call(client: StagingClient, method: Any, request: Any, **options: Any) -> Any:
+        note(method._method.decode().rpartition("/")[2])
+        if isinstance(request, pb.RenewRequest):
+            is_renewed.set()
+        return await call(client, method, request, **options)
+
+    def noted_get(client: StagingClient, *arguments: Any) -> Any:
+        note("Get")
+        return get(client, *arguments)
+
+    monkeypatch.setattr(StagingClient, "call", noted_call)
+    monkeypatch.setattr(StagingClient, "get", noted_get)
+    data = random_blocks(9, 4)
+    parent = trace.SpanContext(trace_id=2**127 + 7, span_id=11, is_remote=False, trace_flags=trace.TraceFlags(1))
+    with trace.use_span(trace.NonRecordingSpan(parent)), session(server, way, may_write=True, ttl_s=0.6) as peer:
+        lease = stage(peer, f"t-{way}", data)
+        statuses, _ = fetch(peer, lease, 4)
+        assert not any(statuses)
+        peer.release(lease).result()
+        assert is_renewed.wait(20)
+    expected = {"traceparent": f"00-{parent.trace_id:032x}-{parent.span_id:016x}-01"}
+    renewals = sent.pop("Renew")
+    assert renewals == [{}] * len(renewals)
+    assert sent.keys() >= {"RegisterPeer", "Allocate", "Seal", "Release", *MOVES[way]}
+    assert [(name, found) for name, calls in sent.items() for found in calls if found != expected] == []
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -2,11 +2,24 @@
 
 import asyncio
 import contextlib
+import contextvars
 from collections.abc import Callable
-from concurrent.futures import Executor
-from typing import TypeVar
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from typing import ParamSpec, TypeVar
 
+Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
+
+
+class ContextThreads(ThreadPoolExecutor):
+    """Threads that work in the context of who asked for it, so that what they call is traced below that."""
+
+    def submit(
+        self, work: Callable[Arguments, Result], /, *args: Arguments.args, **kwargs: Arguments.kwargs
+    ) -> "Future[Result]":
+        """Run a call in a thread, in a copy of the context of now."""
+        context = contextvars.copy_context()
+        return super().submit(lambda: context.run(work, *args, **kwargs))
 
 
 async def in_thread(work: Callable[[], Result], threads: Executor | None = None) -> Result:

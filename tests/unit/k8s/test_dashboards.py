@@ -26,8 +26,10 @@ from oasiskv.services.prefill.metrics import PrefillCollector
 from oasiskv.services.prefill.service import Counts
 from oasiskv.services.rpc.metrics import ServerMetrics
 from oasiskv.services.staging.config import StagingConfig
+from oasiskv.services.staging.data_plane import DataPlane
 from oasiskv.services.staging.directory import DirectoryConfig
 from oasiskv.services.staging.disk_file import ALIGNMENT, DiskConfig, DiskFile, slot_bytes
+from oasiskv.services.staging.fabric import Transport
 from oasiskv.services.staging.memory import StagingMemory
 from oasiskv.services.staging.metrics import StagingCollector
 from oasiskv.services.staging.service import StagingService
@@ -78,7 +80,8 @@ def of_staging(folder: Path) -> dict[str, set[str]]:
     memory = StagingMemory(SHAPE, LIMITS.num_blocks)
     file = DiskFile.open(disk, SHAPE)
     try:
-        return collected(lambda: StagingCollector(StagingService(config, memory, disk_file=file), "tcp"))
+        data_plane = DataPlane(Transport(name="tcp", reason="a test says so"), memory)
+        return collected(lambda: StagingCollector(StagingService(config, memory, disk_file=file), data_plane))
     finally:
         file.close()
         memory.close()

@@ -3,15 +3,18 @@
 import asyncio
 import threading
 from collections.abc import Iterator
+from dataclasses import asdict, fields
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import grpc
+import psutil
 import pytest
 from google.protobuf import message_factory
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oasiskv.core.fingerprint import Fingerprint
@@ -25,6 +28,7 @@ from oasiskv.services.staging.config import StagingConfig
 from oasiskv.services.staging.data_plane import DataPlane
 from oasiskv.services.staging.fabric import choose
 from oasiskv.services.staging.memory import StagingMemory
+from oasiskv.services.staging.process import StagingProcess
 from oasiskv.services.staging.service import Access, StagingService
 from oasiskv.services.staging.servicer import SERVICE_NAME, add_to_server
 
@@ -33,6 +37,29 @@ LIMITS = LeaseConfig(num_blocks=8, max_blocks_per_peer=6, max_leases_per_peer=4,
 SERVICE = pb.DESCRIPTOR.services_by_name["Staging"]
 # Drain would refuse all that follows, and Watch has no end.
 METHODS = [method for method in SERVICE.methods if method.name not in ("Drain", "Watch")]
+
+
+async def send(channel: grpc.aio.Channel, method: Any, payloads: list[bytes]) -> None:
+    """Send bytes as they are; fails unless the answer is a success or an error with a name."""
+    name = f"/{SERVICE_NAME}/{method.name}"
+    kind = ("stream" if method.client_streaming else "unary", "stream" if method.server_streaming else "unary")
+    call: Any = getattr(channel, "_".join(kind))(name)
+    answer = call(iter(payloads) if method.client_streaming else payloads[0], timeout=20)
+    try:
+        if method.server_streaming:
+            async for _ in answer:
+                pass
+        else:
+            await answer
+    except grpc.aio.AioRpcError as failure:
+        names = {value for key, value in failure.trailing_metadata() or () if key == ERROR_KEY}
+        if not names & CLASSES.keys():
+            pytest.fail(f"{method.name}: {failure.code()} {failure.details()}")
+
+
+# A field that nobody knows: what keeps a message is seen by its size.
+PADDING = b"\xfa\x3e\x80\x80\x04" + bytes(2**16)
+NUM_ROUNDS = 8
 
 
 class Place:
@@ -51,23 +78,6 @@ class Place:
         data_plane = DataPlane(choose("none"), self.memory)
         self.server = await RpcServer.start(config, partial(add_to_server, self.service, data_plane), (SERVICE_NAME,))
         return grpc.aio.insecure_channel(f"127.0.0.1:{self.server.port}")
-
-    async def send(self, method: Any, payloads: list[bytes]) -> None:
-        """Send bytes as they are; fails unless the answer is a success or an error with a name."""
-        name = f"/{SERVICE_NAME}/{method.name}"
-        kind = ("stream" if method.client_streaming else "unary", "stream" if method.server_streaming else "unary")
-        call: Any = getattr(self.channel, "_".join(kind))(name)
-        answer = call(iter(payloads) if method.client_streaming else payloads[0], timeout=20)
-        try:
-            if method.server_streaming:
-                async for _ in answer:
-                    pass
-            else:
-                await answer
-        except grpc.aio.AioRpcError as failure:
-            names = {value for key, value in failure.trailing_metadata() or () if key == ERROR_KEY}
-            if not names & CLASSES.keys():
-                pytest.fail(f"{method.name}: {failure.code()} {failure.details()}")
 
     async def stop(self) -> None:
         await self.channel.close()
@@ -121,11 +131,11 @@ def values(field: FieldDescriptor) -> st.SearchStrategy[Any]:
     return st.lists(one, max_size=4) if field.is_repeated else one
 
 
-def fill_in(message: Message, place: Place) -> Message:
+def fill_in(message: Message, peer_id: str, lease_id: str) -> Message:
     """Put the real ids where the strategy, which cannot know them, chose them."""
-    for name in ("peer_id", "lease_id"):
+    for name, value in {"peer_id": peer_id, "lease_id": lease_id}.items():
         if getattr(message, name, None) in ("PEER", "LEASE"):
-            setattr(message, name, {"peer_id": place.peer_id, "lease_id": place.lease_id}[name])
+            setattr(message, name, value)
     return message
 
 
@@ -133,14 +143,15 @@ def fill_in(message: Message, place: Place) -> Message:
 @given(data=st.data())
 def test_odd_messages_get_typed_answers_and_leave_nothing(place: Place, method: Any, data: st.DataObject) -> None:
     sent = data.draw(st.lists(messages(method.input_type), min_size=1, max_size=3))
-    place.loop.run_until_complete(place.send(method, [fill_in(one, place).SerializeToString() for one in sent]))
+    payloads = [fill_in(one, place.peer_id, place.lease_id).SerializeToString() for one in sent]
+    place.loop.run_until_complete(send(place.channel, method, payloads))
     place.service.leases.check_invariants()
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
 @given(payload=st.binary(min_size=1, max_size=40).map(lambda tail: b"\xff" + tail))
 def test_bytes_that_are_no_message_get_a_typed_answer(place: Place, method: Any, payload: bytes) -> None:
-    place.loop.run_until_complete(place.send(method, [payload]))
+    place.loop.run_until_complete(send(place.channel, method, [payload]))
     place.service.leases.check_invariants()
 
 
@@ -173,6 +184,47 @@ def test_what_the_odd_messages_took_is_bounded(place: Place) -> None:
     counts = place.service.leases.counts()
     assert counts.num_peers <= LIMITS.max_peers
     assert counts.num_leases <= LIMITS.max_peers * LIMITS.max_leases_per_peer
+
+
+def test_odd_messages_cost_a_process_no_memory_that_stays(tmp_path: Path) -> None:
+    drawn: list[tuple[Any, list[Message]]] = []
+
+    @settings(max_examples=12)
+    @given(data=st.data())
+    def draw(data: st.DataObject) -> None:
+        for method in METHODS:
+            drawn.append((method, data.draw(st.lists(messages(method.input_type), min_size=1, max_size=3))))
+
+    draw()
+
+    async def scenario(server: StagingProcess) -> list[int]:
+        process, resident = psutil.Process(server.process.pid), []
+        async with grpc.aio.insecure_channel(server.address) as channel:
+            stub: Any = staging_pb2_grpc.StagingStub(channel)
+            register = pb.RegisterPeerRequest(
+                fingerprint=pb.Fingerprint(**asdict(SHAPE)), name="fuzz", access=pb.ACCESS_STREAM
+            )
+            peer_id = (await stub.RegisterPeer(register)).peer_id
+            lease_id = (await stub.Allocate(pb.AllocateRequest(peer_id=peer_id, num_blocks=2, ttl_ms=60_000))).lease_id
+            payloads = [
+                (method, [fill_in(one, peer_id, lease_id).SerializeToString() + PADDING for one in sent])
+                for method, sent in drawn
+            ]
+            for _ in range(2 * NUM_ROUNDS):
+                for start in range(0, len(payloads), 8):
+                    await asyncio.gather(*(send(channel, *one) for one in payloads[start : start + 8]))
+                    await asyncio.gather(*(send(channel, method, [b"\xff" + PADDING]) for method, _ in payloads[:8]))
+                resident.append(process.memory_info().rss)
+        return resident
+
+    limits = {field.name: getattr(LIMITS, field.name) for field in fields(LIMITS) if field.name != "num_blocks"}
+    strict = {"is_strict": True, "memory_socket": ""}
+    with StagingProcess(tmp_path, SHAPE, LIMITS.num_blocks, staging=strict, leases=limits) as server:
+        resident = asyncio.run(scenario(server))
+    num_bytes = 2 * len(drawn) * len(PADDING)  # of each round, at least
+    assert num_bytes > 16 * 2**20
+    # Buffers of gRPC and of the allocator have grown to their size in the first half.
+    assert resident[-1] - resident[NUM_ROUNDS] < num_bytes / 2
 
 
 def test_an_allocation_that_is_cancelled_while_it_wipes_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,16 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client.parser import text_string_to_metric_families
 
-from oasiskv.core.errors import ConfigError, PoolExhaustedError
+from oasiskv.core.errors import ConfigError, PoolExhaustedError, UnsupportedError
+from oasiskv.core.fingerprint import Fingerprint
+from oasiskv.core.lease_limits import LeaseConfig
 from oasiskv.services.rpc.server import RpcServer, ServerConfig
+from oasiskv.services.staging.config import StagingConfig
+from oasiskv.services.staging.data_plane import DataPlane
+from oasiskv.services.staging.fabric import Transport
+from oasiskv.services.staging.memory import StagingMemory
+from oasiskv.services.staging.metrics import StagingCollector
+from oasiskv.services.staging.service import StagingService
 from oasiskv.services.tracing import TRACER, context_metadata, start_tracing
 
 CALL, STREAM = "/toy.Toy/Call", "/toy.Toy/Stream"
@@ -107,6 +115,38 @@ def test_a_metrics_port_that_is_taken_is_refused_at_the_start_and_free_after_the
         await again.stop(0)
 
     asyncio.run(scenario())
+
+
+def test_what_bytes_move_over_is_shown_with_the_reason_also_after_it_failed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    shape = Fingerprint(model_hash="m", dtype="float16", block_size=4, num_layers=3, num_kv_heads=2, head_dim=8)
+    memory = StagingMemory(shape, 4)
+
+    async def fail(self: DataPlane) -> None:
+        raise UnsupportedError("no device to speak of")
+
+    async def shown(collector: StagingCollector) -> dict[str, str]:
+        families = await asyncio.to_thread(lambda: list(collector.collect()))
+        (info,) = [sample for family in families for sample in family.samples if sample.name == "oasiskv_staging_info"]
+        return {name: value for name, value in info.labels.items() if name != "epoch"}
+
+    async def scenario() -> None:
+        limits = LeaseConfig(num_blocks=4, max_blocks_per_peer=4)
+        service = StagingService(StagingConfig(fingerprint=shape, leases=limits, memory_socket="/run/s"), memory)
+        data_plane = DataPlane(Transport(name="tcp", reason="no RDMA port is active"), memory)
+        collector = StagingCollector(service, data_plane)
+        assert await shown(collector) == {"transport": "tcp", "transport_reason": "no RDMA port is active"}
+        monkeypatch.setattr(DataPlane, "_launch", fail)
+        await data_plane.start()
+        reason = "tcp cannot be used: no device to speak of"
+        assert await shown(collector) == {"transport": "none", "transport_reason": reason}
+        assert reason in caplog.text
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        memory.close()
 
 
 @pytest.fixture

@@ -10,7 +10,8 @@ from oasiskv.core.errors import ConfigError, InvalidRequestError, LeaseExpiredEr
 from oasiskv.core.fingerprint import Fingerprint
 from oasiskv.core.lease_limits import LeaseConfig
 from oasiskv.protos.staging.v1 import staging_pb2 as pb
-from oasiskv.services.checksums import checksum, checksums
+from oasiskv.services import checksums as checksums_module
+from oasiskv.services.checksums import block_checksums, checksum, checksums
 from oasiskv.services.clients.staging import MappedPool
 from oasiskv.services.staging.config import StagingConfig
 from oasiskv.services.staging.memory import MemorySocket, StagingMemory
@@ -184,6 +185,26 @@ def test_a_batch_of_checksums_equals_one_by_one() -> None:
     expected = [[checksum(part.tobytes()) for part in block] for block in parts]
     assert checksums(parts).tolist() == expected
     assert checksums(parts[:0]).shape == (0, 5)
+    assert block_checksums(parts, [2, 0, 2]).tolist() == [expected[2], expected[0], expected[2]]
+    assert block_checksums(parts, []).shape == (0, 5)
+
+
+def test_hashing_lets_other_threads_go_on_after_each_batch_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = np.random.default_rng(2).integers(0, 256, (9, 4, 64), np.uint8)
+    expected = [[checksum(part.tobytes()) for part in block] for block in parts]
+    batches = []
+    fromiter = np.fromiter
+
+    def spy(numbers: Iterator[int], dtype: type, count: int) -> Any:
+        batches.append(count * parts.shape[-1])
+        return fromiter(numbers, dtype, count)
+
+    monkeypatch.setattr(np, "fromiter", spy)
+    monkeypatch.setattr(checksums_module, "BATCH_BYTES", 600)
+    assert checksums(parts).tolist() == expected
+    assert block_checksums(parts, list(range(9))).tolist() == expected
+    assert sum(batches) == 2 * parts.nbytes
+    assert max(batches) <= 600
 
 
 def test_strict_mode_and_a_memory_socket_exclude_each_other() -> None:

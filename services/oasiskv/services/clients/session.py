@@ -2,9 +2,10 @@
 
 import asyncio
 import contextlib
+import contextvars
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from functools import partial
 from types import TracebackType
@@ -29,6 +30,7 @@ from oasiskv.services.clients.moves import FetchStatus, Lease, Mover, Pool
 from oasiskv.services.clients.one_sided import OneSidedPool
 from oasiskv.services.clients.staging import AttachedLink, MappedPool, StagingClient
 from oasiskv.services.nixl import net_devices
+from oasiskv.services.threads import ContextThreads
 
 __all__ = ["FetchStatus", "Lease", "SessionConfig", "StagingSession"]
 
@@ -95,7 +97,7 @@ class StagingSession:
         """
         self._config = config
         self._is_closed = False
-        self._data_thread = ThreadPoolExecutor(1, thread_name_prefix="oasiskv-staging-data")
+        self._data_thread = ContextThreads(1, thread_name_prefix="oasiskv-staging-data")
         self._link: AttachedLink | None = None
         self._link_is_lost = False
         self._reviving = asyncio.Lock()
@@ -284,7 +286,8 @@ class StagingSession:
             self._note(pb.RegisterPeerResponse.FromString(bytes.fromhex(token)))
             return await self._choose_path()
         found = await self._register()
-        self._tasks.append(asyncio.create_task(self._renew_forever()))
+        # Of no request, though it may be opened within one: it outlasts that.
+        self._tasks.append(asyncio.create_task(self._renew_forever(), context=contextvars.Context()))
         return found
 
     async def _register(self) -> "tuple[Pool | None, str]":

@@ -35,6 +35,8 @@ from oasiskv.services.staging.servicer import SERVICE_NAME, UNLIMITED, add_to_se
 from oasiskv.services.tracing import start_tracing
 
 logger = logging.getLogger(__name__)
+SWITCH_INTERVAL_S = 0.0005
+"""Longest that the event loop waits for a thread that hashes; Python's own 5 ms came before each of its steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +165,7 @@ async def run(config: ProcessConfig) -> None:
             partial(add_to_server, service, data_plane),
             (SERVICE_NAME,),
             UNLIMITED,
-            ServerMetrics((StagingCollector(service, transport.name),)),
+            ServerMetrics((StagingCollector(service, data_plane),)),
             partial(_facts, service, data_plane, pool_bytes),
         )
         resources.push_async_callback(server.stop, grace_s=1.0)
@@ -227,6 +229,7 @@ def main() -> int:
     parser.add_argument("--config", type=Path, required=True, help="TOML file")
     path: Path = parser.parse_args().config
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
         start_tracing("oasiskv-staging")
         asyncio.run(run(read_config(path.read_text())))

@@ -79,6 +79,7 @@ class DataPlane:
                     self._offer = await self._launch()
                 except UnsupportedError as error:
                     self.transport = Transport(name="none", reason=f"{self.transport.name} cannot be used: {error}")
+                    logger.warning("one-sided transfers: none from now on, since %s", self.transport.reason)
                     raise
             return self._offer
 

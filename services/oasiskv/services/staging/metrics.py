@@ -7,6 +7,7 @@ from prometheus_client.metrics_core import Metric
 
 from oasiskv.core.tiers import BlockStatus
 from oasiskv.services.rpc.metrics import LoopCollector
+from oasiskv.services.staging.data_plane import DataPlane
 from oasiskv.services.staging.disk_tier import DISK_ERRORS
 from oasiskv.services.staging.service import StagingService
 
@@ -14,20 +15,21 @@ from oasiskv.services.staging.service import StagingService
 class StagingCollector(LoopCollector):
     """Reads a staging service."""
 
-    def __init__(self, service: StagingService, transport: str) -> None:
+    def __init__(self, service: StagingService, data_plane: DataPlane) -> None:
         """Be made in the event loop of the service."""
         super().__init__()
         self._service = service
-        self._transport = transport
+        self._data_plane = data_plane
 
     async def _read(self) -> list[Metric]:
         service = self._service
         service.leases.expire()
+        transport = self._data_plane.transport  # as it is now: one that does not start has given way to none
         return [
             InfoMetricFamily(
                 "oasiskv_staging",
-                "This process and what its peers read over",
-                value={"epoch": service.epoch, "transport": self._transport},
+                "This process, what its peers read over, and why",
+                value={"epoch": service.epoch, "transport": transport.name, "transport_reason": transport.reason},
             ),
             *self._levels(),
             *self._blocks(),

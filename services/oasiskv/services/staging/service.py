@@ -20,7 +20,7 @@ from oasiskv.core.errors import (
 )
 from oasiskv.core.fingerprint import Fingerprint
 from oasiskv.core.tiers import BlockStatus, Tier, Tiers
-from oasiskv.services.checksums import checksum, checksums
+from oasiskv.services.checksums import block_checksums, checksum
 from oasiskv.services.staging.changes import ChangeLog
 from oasiskv.services.staging.config import StagingConfig
 from oasiskv.services.staging.directory import Directory, ServiceLoad
@@ -232,7 +232,8 @@ class StagingService:
             block_ids = [held[block.block_index] for block in blocks]
             given = np.array([block.checksums for block in blocks], np.uint64).reshape(-1, num_parts)
             open_ids = [block_id for block_id in block_ids if not self.leases.is_sealed(block_id)]
-            found = dict(zip(open_ids, await in_thread(partial(self._hash, open_ids)), strict=True))
+            sums_now = await in_thread(partial(block_checksums, self.memory.parts, open_ids))
+            found = dict(zip(open_ids, sums_now, strict=True))
             for block, block_id, sums in zip(blocks, block_ids, given, strict=True):
                 if block_id in found and not np.array_equal(found[block_id], sums):
                     part = int(np.flatnonzero(found[block_id] != sums)[0])
@@ -409,9 +410,6 @@ class StagingService:
     def _refuse_if_draining(self) -> None:
         if self.is_draining:
             raise PeerUnavailableError("the service drains; nothing was taken, another one may help")
-
-    def _hash(self, block_ids: Sequence[int]) -> list[NDArray[np.uint64]]:
-        return [checksums(self.memory.parts[block_id]) for block_id in block_ids]
 
     def _sealed_block(self, table: Sequence[int], block_index: int) -> int:
         if not block_index < len(table):
