@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 import uuid
 from collections.abc import Iterable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -19,7 +18,7 @@ from oasiskv.operator.facts import Facts
 from oasiskv.operator.reconcile import reconcile
 from oasiskv.operator.testing import SPEC
 from oasiskv.operator.testing_helm import CHART, Helm, helms, older, running_job
-from oasiskv.operator.testing_server import START_S, ApiServer
+from oasiskv.operator.testing_server import ApiServer
 
 pytestmark = pytest.mark.timeout(240)
 MONITORING = ["monitoring.podMonitor=true", "monitoring.rules=true", "monitoring.dashboards.enabled=true"]
@@ -61,6 +60,10 @@ BAD = {
     f"operator.tag=v1,operator.digest=sha256:{'0' * 64}": "operator.tag: expected it or operator.digest",
     "redis.enabled=true,redis.url=redis://host:6379": "redis.url: expected it or redis.enabled",
     f"services.{'a' * 36}.image=a:1": "of at most 35 characters, got 36",
+    "services.chat.imagee=a:1": "services.chat.imagee: expected one of decode, endpoint, ",
+    "services.chat.decode.replica=2": "services.chat.decode.replica: expected one of drain, ",
+    "services.chat.placement.tolerations[0].keys=a": "services.chat.placement.tolerations[0].keys: expected one of ",
+    "profiles.a.network.fabrics=TCP": "profiles.a.network.fabrics: expected one of fabric, ",
     "operator.watchNamespaces={other},services.chat.image=a:1": "operator.watchNamespaces: expected",
 }
 OTHER: dict[str, Any] = {
@@ -169,33 +172,12 @@ def other(server: ApiServer) -> str:
 @pytest.fixture
 def installer(server: ApiServer, binary: Path, tmp_path: Path) -> Iterator[Helm]:
     """Return helm on a cluster without our definitions, as most are; what it installed goes at the end."""
-    drop_definitions(server)
+    server.drop_definitions()
     helm = Helm(binary, tmp_path, server.kubeconfig)
     yield helm
     for release in json.loads(helm.check("list", "-A", "-o", "json")):
         helm.check("uninstall", release["name"], f"--namespace={release['namespace']}")
-    drop_definitions(server)
-
-
-def drop_definitions(server: ApiServer) -> None:
-    names = [f"{plural}.oasiskv.io" for plural in ("oasiskvservices", "oasiskvprofiles") if is_defined(server, plural)]
-    for name in names:
-        # The API server empties a kind before it lets its definition go. If it cannot list it at that moment, since it
-        # has only begun to serve it or has just got another schema, it tries again only five minutes later.
-        wait_until_listed(server, name.partition(".")[0])
-    if names:
-        server.check("delete", "crd", "--timeout=60s", *names)
-
-
-def is_defined(server: ApiServer, plural: str) -> bool:
-    return server.kubectl("get", "crd", f"{plural}.oasiskv.io").returncode == 0
-
-
-def wait_until_listed(server: ApiServer, plural: str) -> None:
-    deadline = time.monotonic() + START_S
-    while (done := server.kubectl("get", "--raw", f"/apis/oasiskv.io/v1alpha1/{plural}")).returncode:
-        assert time.monotonic() < deadline, done.stderr
-        time.sleep(0.1)
+    server.drop_definitions()
 
 
 def stand_in(kind: str) -> dict[str, Any]:

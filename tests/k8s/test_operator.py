@@ -279,6 +279,13 @@ def test_pods_that_have_no_room_are_said_in_numbers_and_start_when_there_is(
     wait_for(lambda: condition(plane, namespace, "chat", "PlacementFeasible").get("status") == "False", "the blocker")
     message = condition(plane, namespace, "chat", "PlacementFeasible")["message"]
     assert message == "pool: expected new on a node, got 0 of 100 nodes"
+    pods = ("StagingReady", "PrefillReady", "DecodeReady")
+
+    def waits() -> list[bool]:
+        said = [condition(plane, namespace, "chat", kind).get("message", "") for kind in pods]
+        return [": pod chat-" in each and "nodes are available: " in each for each in said]
+
+    wait_for(lambda: all(waits()), "what the scheduler says of the pods that there are")
     plane.add_nodes(1, "new", pool="new")
     wait_for(lambda: condition(plane, namespace, "chat", "PlacementFeasible").get("status") == "True", "room")
     settle(plane, namespace)

@@ -16,6 +16,8 @@ from oasiskv.operator.testing_server import ApiServer
 PROMETHEUS = {"address": "http://prometheus", "query": "up", "threshold": 1}
 GOOD: dict[str, dict[str, Any]] = {
     "as it is": {},
+    "an image by tag and digest": {"image": f"registry:5000/engine:0.4.0@sha256:{'0' * 64}"},
+    "a hidden folder": {"model": {**SPEC["model"], "uri": "pvc://models/.cache/qwen3-8b/"}},
     "a number for a quantity": {"staging": {"cpu": 4}},
     "scaling": {"prefill": {"scaling": {"maxReplicas": 2, "prometheus": PROMETHEUS}}},
     "scaling of decode": {
@@ -28,6 +30,8 @@ GOOD: dict[str, dict[str, Any]] = {
 }
 BAD: dict[str, dict[str, Any]] = {
     "an image without a tag": {"image": "engine"},
+    "a digest cut short": {"image": "engine:0.4.0@sha256:0123"},
+    "a folder above the volume": {"model": {**SPEC["model"], "uri": "pvc://models/a/../../etc"}},
     "certificates of nobody": {"tls": {}},
     "certificates of both": {"tls": {"issuer": {"name": "ca"}, "secret": "ca"}},
     "a wait that KEDA cannot": {

@@ -48,6 +48,15 @@ def test_every_test_named_exists(document: Path) -> None:
         assert re.search(rf"^(?:def {name}\(|{name} = )", (ROOT / path).read_text(), re.MULTILINE), f"{path}::{name}"
 
 
+def test_every_test_named_without_its_file_exists() -> None:
+    defined = {
+        name for path in (ROOT / "tests").rglob("test_*.py") for name in re.findall(r"def (test_\w+)", path.read_text())
+    }
+    named = {(each.name, name) for each in DOCUMENTS for name in re.findall(r"`(test_\w+)`", each.read_text())}
+    assert len(named) > 30
+    assert sorted((document, name) for document, name in named if name not in defined) == []
+
+
 def test_each_of_the_ten_invariants_has_a_test() -> None:
     rows = re.findall(r"^\| (\d+)\. .*::test_", (ROOT / "docs/invariants.md").read_text(), re.MULTILINE)
     assert rows == [str(number) for number in range(1, 11)]

@@ -168,3 +168,23 @@ containers:
   resources: [events]
   verbs: [get, create, patch]
 {{- end }}
+
+{{- /* Fails on the first field of a spec that its definition does not know; an API server would drop it with a warning. */}}
+{{- define "oasiskv.known" -}}
+{{- $path := .path }}
+{{- if kindIs "map" .value }}
+{{- with .schema.properties }}
+{{- $known := . }}
+{{- range $key, $value := $.value }}
+{{- if not (hasKey $known $key) }}
+{{- fail (printf "%s.%s: expected one of %s" $path $key (keys $known | sortAlpha | join ", ")) }}
+{{- end }}
+{{- include "oasiskv.known" (dict "schema" (get $known $key) "value" $value "path" (printf "%s.%s" $path $key)) }}
+{{- end }}
+{{- end }}
+{{- else if kindIs "slice" .value }}
+{{- range $index, $value := .value }}
+{{- include "oasiskv.known" (dict "schema" $.schema.items "value" $value "path" (printf "%s[%d]" $path $index)) }}
+{{- end }}
+{{- end }}
+{{- end }}

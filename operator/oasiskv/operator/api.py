@@ -13,7 +13,8 @@ from oasiskv.operator.kinds import Bounds, Pattern, Quantity, Rule, SettingsOf
 
 GROUP, VERSION = "oasiskv.io", "v1alpha1"
 
-IMAGE = r"^[a-z0-9][a-zA-Z0-9._/-]*(:[0-9]+/[a-zA-Z0-9._/-]+)?(:[\w.-]+|@sha256:[0-9a-f]{64})$"
+DIGEST = r"@sha256:[0-9a-f]{64}"
+IMAGE = rf"^[a-z0-9][a-zA-Z0-9._/-]*(:[0-9]+/[a-zA-Z0-9._/-]+)?(:[\w.-]+({DIGEST})?|{DIGEST})$"
 Image = Annotated[str, Pattern(IMAGE, "oasiskv/engine:0.4.0")]
 Name = Annotated[str, Pattern(r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$", "models")]
 Key = Annotated[str, Pattern(r"^[a-z0-9.-]+/[\w.-]+$", "nvidia.com/gpu")]
@@ -27,7 +28,9 @@ OURS = frozenset({*TESTS, "cap_log", "host_limit_bytes", "host_backing"})
 class Model:
     """What is served, and what its KV looks like. A change of `hash` or of a number is a new KV generation."""
 
-    uri: Annotated[str, Pattern(r"^(hf://[\w.-]+/[\w.-]+|pvc://[a-z0-9.-]+/[\w./-]+)$", "pvc://models/qwen3-8b")]
+    uri: Annotated[
+        str, Pattern(r"^(hf://[\w.-]+/[\w.-]+|pvc://[a-z0-9.-]+(/\.?[\w-][\w.-]*)+/?)$", "pvc://models/qwen3-8b")
+    ]
     """`hf://OWNER/NAME`, which the engine downloads, or `pvc://CLAIM/FOLDER`, which is mounted read-only."""
 
     hash: Annotated[str, Pattern(r"^\S{1,256}$", "sha256 of the weights")]

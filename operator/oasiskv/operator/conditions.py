@@ -6,7 +6,7 @@ from typing import Literal
 
 from oasiskv.operator.api import Network, ServiceSpec
 from oasiskv.operator.api_status import Condition, RoleStatus, RoleStatuses, ScalingStatus
-from oasiskv.operator.facts import CERTIFICATE, INFERENCE_SERVICE, Facts, Workload
+from oasiskv.operator.facts import CERTIFICATE, INFERENCE_SERVICE, Decode, Facts, Workload
 from oasiskv.operator.moving import node_left
 from oasiskv.operator.names import selector, selector_text
 from oasiskv.operator.placement import Room
@@ -52,7 +52,7 @@ def findings(
         is_switched: Whether decode is told to serve the KV generation that is wanted.
     """
     made = [Finding("Accepted", True, "Valid")]
-    made.append(Finding("Applied", not facts.refused, "Refused" if facts.refused else "Written", facts.refused))
+    made.append(_applied(facts))
     made.append(_certificates(spec, rendered.kv, facts))
     if room is None:
         made.append(Finding("PlacementFeasible", None, "NodesNotVisible", "the operator may not look at nodes"))
@@ -80,9 +80,26 @@ def findings(
         message = f"no block has crossed from prefill {path[0]} through staging to decode {path[1]}"
         message += f": {facts.unverified}" if facts.unverified else ""
         made.append(Finding("KVPathVerified", False, "KVPathUnverified", message))
-    is_open = facts.decode is not None and bool(facts.decode.url) and facts.decode.ready > 0
-    made.append(Finding("EndpointReady", is_open, "Routable" if is_open else "NoRoute"))
+    made.append(_endpoint(facts.decode))
     return made
+
+
+def _applied(facts: Facts) -> Finding:
+    if facts.refused:
+        return Finding("Applied", False, "Refused", facts.refused)
+    if facts.contested:
+        return Finding("Applied", False, "Contested", facts.contested)
+    return Finding("Applied", True, "Written")
+
+
+def _endpoint(decode: Decode | None) -> Finding:
+    if decode is None:
+        return Finding("EndpointReady", False, "NoRoute", "there is no InferenceService yet")
+    if not decode.url:
+        return Finding("EndpointReady", False, "NoRoute", decode.no_route or "KServe has made no route yet")
+    if not decode.ready:
+        return Finding("EndpointReady", False, "NoRoute", "no decode pod is ready")
+    return Finding("EndpointReady", True, "Routable", decode.url)
 
 
 def _certificates(spec: ServiceSpec, kv: str, facts: Facts) -> Finding:

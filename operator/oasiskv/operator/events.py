@@ -36,7 +36,9 @@ def decisions(before: ServiceStatus, now: ServiceStatus) -> Iterator[Decision]:
         yield Decision(
             reason="NewKVGeneration", note=f"KV generation {now.kv_generation} comes up beside {before.kv_generation}"
         )
-    if now.serving_kv_generation != before.serving_kv_generation and before.serving_kv_generation:
+    if "" not in (before.serving_kv_generation, now.serving_kv_generation) and (
+        now.serving_kv_generation != before.serving_kv_generation
+    ):
         note = f"decode moves from KV generation {before.serving_kv_generation} to {now.serving_kv_generation}"
         yield Decision(reason="SwitchedKVGeneration", note=note)
     if (moving := new.get("Progressing")) is not None:

@@ -77,6 +77,8 @@ class Decode(Workload):
     """That it was last told to serve."""
     url: str = ""
     """Where KServe exposes it; empty as long as it does not."""
+    no_route: str = ""
+    """What KServe says of why it does not; empty if nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,6 +174,9 @@ class Facts:
 
     refused: str = ""
     """What the API server refused to write, and why; empty if nothing."""
+
+    contested: str = ""
+    """What somebody else keeps changing back; empty if nothing."""
 
     verified: frozenset[tuple[str, str]] = frozenset()
     """Revisions of prefill and of decode between which a checksummed block has crossed, through staging."""

@@ -1,58 +1,107 @@
 """The operator's kopf handlers. They only wake: what happened, and in what order, is of no concern to a reconcile."""
 
 import asyncio
+import contextlib
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import kopf
 
-from oasiskv.operator.client import IDLE_S, PAGE, WATCH_S, login
+from oasiskv.operator.client import IDLE_S, PAGE, WATCH_S, ApiError, Client, NotFoundError, login
 from oasiskv.operator.resources import PROFILES, SERVICES
 
 Key = tuple[str, str]
+AGAIN_S = 5.0
+"""Wait before the kinds are looked for, or kopf is begun, once more."""
+
+log = logging.getLogger(__name__)
 
 
 class Handlers:
     """Runs kopf in a thread of its own: when it ends, it cancels every task of its loop.
 
     Args:
+        client: The API server.
         namespaces: Those to work in; none for all.
         wake: Called in the caller's loop with the key of a service that changed.
         wake_namespace: Called in the caller's loop with the namespace of a profile that changed.
     """
 
     def __init__(
-        self, namespaces: Sequence[str], wake: Callable[[Key], None], wake_namespace: Callable[[str], None]
+        self,
+        client: Client,
+        namespaces: Sequence[str],
+        wake: Callable[[Key], None],
+        wake_namespace: Callable[[str], None],
     ) -> None:
-        self._namespaces, self._wake, self._wake_namespace = namespaces, wake, wake_namespace
-        self._stop = threading.Event()
+        self._client, self._namespaces = client, namespaces
+        self._wake, self._wake_namespace = wake, wake_namespace
+        self.problem = "services and profiles are not watched yet"
+        """Why nothing is watched; empty while it is."""
 
     async def run(self) -> None:
-        """Run until cancelled, or until kopf ends by itself.
+        """Run until cancelled.
 
-        Raises:
-            RuntimeError: It ended by itself.
+        kopf does not begin to watch kinds that are installed later, and ends when they go. So it is begun when they are
+        there, and anew whenever it has ended; it then tells of every service that there is, so nothing is missed.
         """
-        loop = asyncio.get_running_loop()
-        ended = asyncio.Event()
+        while True:
+            await self._wait_for_kinds()
+            error = await self._watch()
+            self.problem = f"watches of services and profiles ended: {error}"
+            log.warning("watches ended", extra={"error": str(error), "again_in_s": AGAIN_S})
+            await asyncio.sleep(AGAIN_S)
+
+    async def _wait_for_kinds(self) -> None:
+        while problem := await self._why_not():
+            if problem != self.problem:
+                log.warning("cannot watch", extra={"error": problem})
+            self.problem = problem
+            await asyncio.sleep(AGAIN_S)
+        self.problem = ""
+
+    async def _why_not(self) -> str:
+        known = set()
+        try:
+            known = {each["name"] for each in (await self._client.get(f"/apis/{SERVICES.api}"))["resources"]}
+        except NotFoundError:
+            pass  # not even their group is there
+        except ApiError as error:
+            return str(error)
+        lacking = [each.plural for each in (SERVICES, PROFILES) if each.plural not in known]
+        return f"expected the API server to know {' and '.join(lacking)}, got no definition" if lacking else ""
+
+    async def _watch(self) -> object:
+        """Run kopf until it ends by itself, and return why."""
+        loop, other, stop = asyncio.get_running_loop(), asyncio.new_event_loop(), asyncio.Event()
+        ended: asyncio.Future[object] = loop.create_future()
+
+        def end(error: object) -> None:
+            if not ended.done():  # nobody waits any more
+                ended.set_result(error)
 
         def work() -> None:
+            error: object = "kopf gave no reason"
             try:
-                self._run(loop)
-            finally:
-                loop.call_soon_threadsafe(ended.set)
+                with asyncio.Runner(loop_factory=lambda: other) as runner:
+                    runner.run(self._serve(loop, stop))
+            except Exception as cause:
+                error = cause
+            loop.call_soon_threadsafe(end, error)
 
         thread = threading.Thread(target=work, name="kopf", daemon=True)
         thread.start()
         try:
-            await ended.wait()
+            return await ended
         finally:
-            self._stop.set()
+            # A closed loop has nothing to be told.
+            with contextlib.suppress(RuntimeError):
+                other.call_soon_threadsafe(stop.set)
             await asyncio.to_thread(thread.join, 10)
-        raise RuntimeError("kopf: expected it to run until it is told to stop, got an end")
 
-    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+    async def _serve(self, loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
         registry = kopf.OperatorRegistry()
 
         @kopf.on.login(registry=registry)
@@ -67,13 +116,14 @@ class Handlers:
         async def profile_changed(**event: Any) -> None:
             loop.call_soon_threadsafe(self._wake_namespace, event["namespace"])
 
-        kopf.run(
+        await kopf.operator(
             registry=registry,
             settings=_settings(),
             standalone=True,
             clusterwide=not self._namespaces,
             namespaces=list(self._namespaces),
-            stop_flag=self._stop,
+            # Of its own loop: waiting for a flag of threads takes a thread, for which a loop that ends would wait.
+            stop_flag=stop,
         )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 from oasiskv.core.errors import ConfigError
 from oasiskv.operator.api import ProfileSpec
@@ -15,7 +15,12 @@ from oasiskv.operator.kinds import SUFFIXES, read
 from oasiskv.operator.names import KV, ORIGIN, REVISION, ROLE, SERVICE
 
 Object = Mapping[str, Any]
+AnyWorkload = TypeVar("AnyWorkload", bound=Workload)
 ENDED = ("Succeeded", "Failed")
+BEGINS = ("ContainerCreating", "PodInitializing")
+"""Reasons of containers that wait for nothing out of the ordinary."""
+MAX_TROUBLE = 500
+"""Most characters of what a container said before it ended."""
 SIZES: Mapping[str, Fraction | int] = {
     **SUFFIXES,
     "n": Fraction(1, 10**9),
@@ -47,6 +52,8 @@ class Pod:
     has_ended: bool
     last_words: str = ""
     """What its process said at its end; of pods of services alone."""
+    trouble: str = ""
+    """Why it does not come up; of pods of services alone, empty where nothing says that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +100,12 @@ def observe(seen: Seen, now: str) -> Facts:
             inference = child
         elif child["kind"] == "Certificate":
             certificates[_label(child, KV)] = _why_not_issued(child.get("status", {}))
+    troubles = _troubles(own)
+    prefills = {kv: _with(made, troubles.get(("prefill", kv))) for kv, made in prefills.items()}
+    stagings = {name: _with(made, troubles.get(("staging", name))) for name, made in stagings.items()}
+    decode = None if inference is None else _decode(inference, seen.decode)
+    if decode is not None:
+        decode = _with(decode, troubles.get(("decode", decode.kv_generation)))
     cordoned = {node.name for node in seen.nodes or () if node.is_cordoned}
     decode_pods: dict[str, int] = {}
     for pod in own:
@@ -124,7 +137,7 @@ def observe(seen: Seen, now: str) -> Facts:
             if pod.labels.get(ROLE) == "staging" and pod.node in cordoned
         },
         certificates=certificates,
-        decode=None if inference is None else _decode(inference, seen.decode),
+        decode=decode,
         decode_pods=decode_pods,
         verified=_verified(status),
         status=status,
@@ -144,6 +157,22 @@ def _profile(profile: Object | None) -> Profile | None:
     if profile is None:
         return None
     return Profile(generation=profile["metadata"]["generation"], spec=read(ProfileSpec, profile["spec"], "spec"))
+
+
+def _troubles(pods: Iterable[Pod]) -> dict[tuple[str, str], str]:
+    """Return what keeps pods from coming up, by role and KV generation, or by StatefulSet; of one pod each."""
+    made: dict[tuple[str, str], str] = {}
+    for pod in sorted(pods, key=lambda pod: pod.name):
+        role = pod.labels.get(ROLE, "")
+        which = pod.name.rpartition("-")[0] if role == "staging" else pod.labels.get(KV, "")
+        if pod.trouble:
+            made.setdefault((role, which), f"pod {pod.name}: {pod.trouble}")
+    return made
+
+
+def _with(workload: AnyWorkload, trouble: str | None) -> AnyWorkload:
+    """Return a workload with what its pods say, which says more than that some are missing."""
+    return workload if trouble is None else replace(workload, message=trouble)
 
 
 def _workload(made: Object) -> Workload:
@@ -168,9 +197,13 @@ def _decode(inference: Object, deployment: Object | None) -> Decode:
     template = {} if deployment is None else deployment["spec"]["template"]
     has_moved = deployment is None if is_stopped else bool(template) and _label(template, KV) == kv
     is_seen = status.get("observedGeneration", 0) >= inference["metadata"]["generation"]
+    # It keeps the address of a route that it has lost.
+    route: Object = next((each for each in status.get("conditions", ()) if each["type"] == "IngressReady"), {})
+    is_routed = route.get("status", "True") == "True"
     return Decode(
         kv_generation=kv,
-        url=status.get("url", ""),
+        url=status.get("url", "") if is_routed else "",
+        no_route="" if is_routed else str(route.get("message") or route.get("reason", "")),
         desired=desired,
         updated=counts.updated if has_moved else 0,
         ready=counts.ready,
@@ -252,12 +285,34 @@ def read_pod(pod: Object) -> Pod:
         is_ready=any(each["type"] == "Ready" and each["status"] == "True" for each in status.get("conditions", ())),
         has_ended=has_ended,
         last_words=_last_words(status) if SERVICE in labels else "",
+        trouble=_trouble(status) if SERVICE in labels and not has_ended else "",
     )
 
 
 def _last_words(status: Object) -> str:
-    states = [each.get("state", {}) for each in status.get("containerStatuses", ())]
-    return "; ".join(state["terminated"]["message"] for state in states if state.get("terminated", {}).get("message"))
+    ended = [each.get("state", {}).get("terminated") or {} for each in status.get("containerStatuses", ())]
+    # Those of one that failed are the end of its log.
+    return "; ".join(each["message"] for each in ended if each.get("message") and not each.get("exitCode"))
+
+
+def _trouble(status: Object) -> str:
+    """Return why a pod does not come up: no node for it, no image, or a container that ended."""
+    for condition in status.get("conditions", ()):
+        if condition["type"] == "PodScheduled" and condition["status"] == "False":
+            return str(condition.get("message") or condition.get("reason", ""))
+    for container in [*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())]:
+        if container.get("ready"):
+            continue
+        state = container.get("state", {})
+        ended = state.get("terminated") or container.get("lastState", {}).get("terminated") or {}
+        if ended.get("exitCode"):
+            lines = str(ended.get("message", "")).strip().splitlines()
+            why = lines[-1][-MAX_TROUBLE:] if lines else ended.get("reason", "it said nothing")
+            return f"its container ended with code {ended['exitCode']}: {why}"
+        waiting = state.get("waiting", {})
+        if waiting.get("reason") and waiting["reason"] not in BEGINS:
+            return f"{waiting['reason']}: {waiting['message']}" if waiting.get("message") else str(waiting["reason"])
+    return ""
 
 
 def _requests(pod: Object) -> dict[str, Fraction]:

@@ -176,6 +176,8 @@ def _container(
             "capabilities": {"drop": ["ALL"]},
             "readOnlyRootFilesystem": True,
         },
+        # The end of its log, which the operator tells where a pod does not come up.
+        "terminationMessagePolicy": "FallbackToLogsOnError",
         "volumeMounts": [
             {"name": "config", "mountPath": CONFIG, "readOnly": True},
             {"name": "home", "mountPath": HOME},

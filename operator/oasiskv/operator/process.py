@@ -71,6 +71,7 @@ class Process:
         self._claims = Claims(self._client, f"{options.lease_namespace}/{options.lease}")
         self._wakes = Wakes(self._turn)
         self._store = Store(self._client, options.namespaces, options.reads_nodes, self._wakes.wake)
+        self._handlers = Handlers(self._client, options.namespaces, self._wakes.wake, self._wake_namespace)
         self._asks = Asks()
         self._shell = Shell(self._client, self._store, self._metrics, self._asks, self._may_write, claims=self._claims)
         self._web = Web(self._why_dead, self._why_not_ready, self._metrics.registry)
@@ -130,13 +131,12 @@ class Process:
         await self._lease.acquire()
         self._is_leading = True
         self._metrics.is_leader.set(1)
-        handlers = Handlers(self._options.namespaces, self._wakes.wake, self._wake_namespace)
         try:
             async with asyncio.TaskGroup() as group:
                 for part in (
                     self._lease.keep,
                     self._claims.keep,
-                    handlers.run,
+                    self._handlers.run,
                     self._wakes.run,
                     self._resync,
                     self._look_for_kinds,
@@ -207,4 +207,4 @@ class Process:
             return "the cluster is not read yet"
         if not self._is_leading:
             return f"waits for the lease, which {self._lease.other or 'nobody'} holds"
-        return ""
+        return self._handlers.problem

@@ -33,6 +33,8 @@ FIRST_S, LONGEST_S, REFUSED_S = 0.5, 60.0, 300.0
 VERIFY_S, LOAD_S, RDMA_S = 5.0, 15.0, 60.0
 """How often pods are asked whether KV comes through, as long as it has not, what their load is, and what they see of
 RDMA; that as often as the load while something is wrong with it."""
+REVERT_S = 60.0
+"""How long a child that somebody else changed once more after it was written again is left as it is."""
 SOON_VERIFIED_S, LATE_VERIFY_S = 60.0, 30.0
 """After so long without, pods are asked only that often: one that becomes ready is a wake of its own."""
 
@@ -76,6 +78,8 @@ class Shell:
         """What each child was last written as, in short."""
         self._reverted: dict[Key, list[Ref]] = {}
         """Children that somebody else changed since they were told of last."""
+        self._revert_at_s: dict[Key, dict[Ref, float]] = {}
+        """From when on a child that somebody else changed is written again."""
         self.left: dict[Key, str] = {}
         """Those that another operator looks after, and which."""
         self.services: set[Key] = set()
@@ -124,14 +128,20 @@ class Shell:
             facts = asked
             outcome = reconcile(service, facts)
         try:
-            await self._carry_out(key, service, outcome)
+            contested = await self._carry_out(key, service, outcome)
         except RefusedError as error:
             outcome = reconcile(service, replace(facts, refused=str(error)))
             await self._say(key, service, outcome.status)
             await self._tell(key, service, facts.status, outcome.status)
             raise
+        if contested:
+            names = ", ".join(f"{ref.kind} {ref.name}" for ref in contested)
+            why = f"{names}: somebody else changes it back each time; it is written once in {REVERT_S:.0f} s"
+            outcome = reconcile(service, replace(facts, contested=why))
         await self._say(key, service, outcome.status)
         await self._tell(key, service, facts.status, outcome.status)
+        if contested:
+            return max(0.0, min(self._revert_at_s[key][ref] for ref in contested) - time.monotonic())
         if outcome.unverified is not None and facts.decode_pods:
             _, since_s = self._unverified.get(key, (None, 0.0))
             return VERIFY_S if time.monotonic() < since_s + SOON_VERIFIED_S else LATE_VERIFY_S
@@ -162,6 +172,7 @@ class Shell:
         self._store.take_last_words(key)
         self._written.pop(key, None)
         self._reverted.pop(key, None)
+        self._revert_at_s.pop(key, None)
         self._metrics.says(key, ())
         if self._claims is not None and self._may_write() and all(each[0] != key[0] for each in self.services):
             await self._claims.drop(key[0])
@@ -223,15 +234,20 @@ class Shell:
             facts = replace(facts, loads=loads)
         return facts
 
-    async def _carry_out(self, key: Key, service: Object, outcome: Outcome) -> None:
+    async def _carry_out(self, key: Key, service: Object, outcome: Outcome) -> list[Ref]:
+        """Write and delete; return what is left as somebody else keeps making it."""
+        contested = []
         for made in outcome.apply:
-            await self._apply(key, service, made)
+            if not await self._apply(key, service, made):
+                contested.append(Ref(made["kind"], made["metadata"]["name"]))
         children = self._store.children(key, service["metadata"]["uid"])
         for ref in outcome.delete:
             if (live := children.get(ref)) is not None and "deletionTimestamp" not in live["metadata"]:
                 await self._delete(live)
+        return contested
 
-    async def _apply(self, key: Key, service: Object, made: Object) -> None:
+    async def _apply(self, key: Key, service: Object, made: Object) -> bool:
+        """Write an object if it differs; return False where it is left to somebody who keeps changing it back."""
         ref = Ref(made["kind"], made["metadata"]["name"])
         path = CHILDREN[ref.kind].path(key[0], ref.name)
         live = self._store.namesake(key, ref)
@@ -246,14 +262,21 @@ class Shell:
             if not differs(made, live, MANAGER):
                 self._store.put(live)
                 self._written.setdefault(key, {})[ref] = digest(made)
-                return
+                return True
+        written, now = self._written.setdefault(key, {}), digest(made)
+        # What was written is no longer there, so it is not the service that changed.
+        is_revert = live is not None and written.get(ref) == now
+        revert_at_s = self._revert_at_s.setdefault(key, {})
+        if is_revert and time.monotonic() < revert_at_s.get(ref, 0.0):
+            return False
         self._check_right(key[0])
         self._store.put(await self._client.apply(path, made))
         self._wrote("apply", ref.kind, key, ref.name)
-        written, now = self._written.setdefault(key, {}), digest(made)
-        if live is not None and written.get(ref) == now:
+        if is_revert:
+            revert_at_s[ref] = time.monotonic() + REVERT_S
             self._reverted.setdefault(key, []).append(ref)
         written[ref] = now
+        return True
 
     async def _delete(self, live: Object) -> None:
         kind, metadata = live["kind"], live["metadata"]

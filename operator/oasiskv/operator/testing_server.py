@@ -106,6 +106,25 @@ class ApiServer:
             assert time.monotonic() < deadline, done.stderr
             time.sleep(0.2)
 
+    def drop_definitions(self) -> None:
+        """Take the definitions away, and with them every service and profile."""
+        plurals = [each for each in ("oasiskvservices", "oasiskvprofiles") if self._is_defined(each)]
+        for each in plurals:
+            # The API server empties a kind before it lets its definition go. If it cannot list it at that moment, since
+            # it has only begun to serve it or has just got another schema, it tries again only five minutes later.
+            self._wait_until_listed(each)
+        if plurals:
+            self.check("delete", "crd", "--timeout=60s", *(f"{each}.oasiskv.io" for each in plurals))
+
+    def _is_defined(self, plural: str) -> bool:
+        return self.kubectl("get", "crd", f"{plural}.oasiskv.io").returncode == 0
+
+    def _wait_until_listed(self, plural: str) -> None:
+        deadline = time.monotonic() + START_S
+        while (done := self.kubectl("get", "--raw", f"/apis/oasiskv.io/v1alpha1/{plural}")).returncode:
+            assert time.monotonic() < deadline, done.stderr
+            time.sleep(0.1)
+
     def kubectl(self, *arguments: str, put: Mapping[str, Any] | None = None) -> "subprocess.CompletedProcess[str]":
         """Run kubectl; `put` goes to its standard input."""
         command = [str(self._binaries / "kubectl"), f"--kubeconfig={self.kubeconfig}", *arguments]

@@ -89,6 +89,7 @@ def test_a_decision_is_told_when_it_is_taken_and_not_again(
         (of(ROLLING), of(replace(SETTLED, reason="Suspended"))),
         (of(), of(condition("KVPathVerified", "True", "NotUsed"))),
         (of(), of(kv_generation="a", serving_kv_generation="a")),
+        (of(serving_kv_generation="a"), of()),  # somebody deleted the InferenceService
         (of(), scaled(2)),
     ],
 )

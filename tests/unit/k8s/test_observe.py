@@ -136,6 +136,24 @@ def test_decode_is_not_done_before_every_controller_has_seen_the_change(made: An
     assert not decode.is_done
 
 
+@pytest.mark.parametrize(
+    ("route", "expected"),
+    [
+        ([], ("http://chat", "")),
+        ([{"type": "IngressReady", "status": "True"}], ("http://chat", "")),
+        ([{"type": "IngressReady", "status": "False", "message": "no gateway"}], ("", "no gateway")),
+        ([{"type": "IngressReady", "status": "Unknown", "reason": "NotAccepted"}], ("", "NotAccepted")),
+        ([{"type": "Ready", "status": "False", "message": "no pods"}], ("http://chat", "")),
+    ],
+)
+def test_an_address_whose_route_is_lost_is_none(route: list[dict[str, str]], expected: tuple[str, str]) -> None:
+    made = inference()
+    made["status"]["conditions"] = route
+    decode = facts(children=[made], decode=workload("Deployment", "decode")).decode
+    assert decode is not None
+    assert (decode.url, decode.no_route) == expected
+
+
 def test_a_stopped_inference_service_is_done_without_a_deployment() -> None:
     decode = facts(children=[inference(annotations={"serving.kserve.io/stop": "true"})]).decode
     assert decode is not None
@@ -262,3 +280,61 @@ def test_last_words_are_those_of_a_container_that_ended() -> None:
     stranger = {**pod, "metadata": {**pod["metadata"], "labels": {}}}
     ended = {"containerStatuses": [{"state": {"terminated": {"message": "3 left"}}}]}
     assert read_pod({**stranger, "status": ended}).last_words == ""
+    # One that failed says the end of its log, which is about no request.
+    failed = {"containerStatuses": [{"state": {"terminated": {"exitCode": 1, "message": "Traceback"}}}]}
+    assert read_pod({**pod, "status": failed}).last_words == ""
+
+
+WAITS = {"reason": "ImagePullBackOff", "message": "no such image"}
+FAILED = {"exitCode": 2, "message": "Traceback\nerror: spec: expected a model, got none\n"}
+UNPLACED = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes are available"}
+
+
+@pytest.mark.parametrize(
+    ("status", "trouble"),
+    [
+        ({}, ""),
+        ({"conditions": [UNPLACED]}, "0/3 nodes are available"),
+        ({"conditions": [{**UNPLACED, "status": "True"}]}, ""),
+        ({"containerStatuses": [{"state": {"waiting": {"reason": "ContainerCreating"}}}]}, ""),
+        ({"containerStatuses": [{"state": {"waiting": WAITS}}]}, "ImagePullBackOff: no such image"),
+        (
+            {"containerStatuses": [{"state": {"terminated": FAILED}}]},
+            "its container ended with code 2: error: spec: expected a model, got none",
+        ),
+        (
+            {"containerStatuses": [{"state": {"waiting": {"reason": "CrashLoopBackOff"}}, "lastState": {}}]},
+            "CrashLoopBackOff",
+        ),
+        (  # the same as long as it ends over and over, so that nothing is told anew
+            {
+                "containerStatuses": [
+                    {"state": {"waiting": {"reason": "CrashLoopBackOff"}}, "lastState": {"terminated": FAILED}}
+                ]
+            },
+            "its container ended with code 2: error: spec: expected a model, got none",
+        ),
+        (
+            {"containerStatuses": [{"lastState": {"terminated": {"exitCode": 137, "reason": "OOMKilled"}}}]},
+            "its container ended with code 137: OOMKilled",
+        ),
+        ({"containerStatuses": [{"ready": True, "lastState": {"terminated": FAILED}}]}, ""),
+        ({"initContainerStatuses": [{"state": {"waiting": WAITS}}]}, "ImagePullBackOff: no such image"),
+        ({"phase": "Failed", "containerStatuses": [{"state": {"terminated": FAILED}}]}, ""),
+    ],
+)
+def test_what_keeps_a_pod_from_coming_up_is_said_by_its_workload(status: dict[str, Any], trouble: str) -> None:
+    roles = {"prefill": "Deployment", "decode": "Deployment", "staging": "StatefulSet"}
+    for role, kind in roles.items():
+        made = workload(kind, role)
+        name = f"{made['metadata']['name']}-0"
+        metadata = {"name": name, "namespace": "llm", "labels": labels(role)}
+        children = [inference()] if role == "decode" else [made]
+        seen = facts(
+            children=children,
+            decode=made if role == "decode" else None,
+            pods=[pod(role, metadata=metadata, status=status)],
+        )
+        (found,) = [seen.decode] if role == "decode" else [*seen.prefills.values(), *seen.stagings.values()]
+        assert found is not None
+        assert found.message == (f"pod {name}: {trouble}" if trouble else "")

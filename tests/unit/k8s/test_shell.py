@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 from prometheus_client import generate_latest
 
+from oasiskv.operator import shell as shell_module
 from oasiskv.operator.asks import Asks
 from oasiskv.operator.claims import RENEW_S, Claims
 from oasiskv.operator.metrics import Metrics
 from oasiskv.operator.observe import Pod
 from oasiskv.operator.resources import CHILDREN, PODS, SERVICES
-from oasiskv.operator.shell import FIRST_S, LOAD_S, LONGEST_S, RDMA_S, REFUSED_S, Shell
+from oasiskv.operator.shell import FIRST_S, LOAD_S, LONGEST_S, RDMA_S, REFUSED_S, REVERT_S, Shell
 from oasiskv.operator.store import Store
 from oasiskv.operator.testing import service
 from oasiskv.operator.testing_fake import FakeApi
@@ -131,7 +132,7 @@ def test_the_last_service_of_a_namespace_takes_the_lease_with_it() -> None:
     run(test)
 
 
-def test_a_child_that_somebody_changed_is_written_again_alone() -> None:
+def test_a_child_that_somebody_changed_is_written_again_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(bench: Bench) -> None:
         await bench.turn()
         await bench.turn()
@@ -148,9 +149,29 @@ def test_a_child_that_somebody_changed_is_written_again_alone() -> None:
         assert told["note"].startswith(f"Deployment {made['metadata']['name']}: somebody else changed it")
         await bench.turn()
         assert "series" not in bench.events()["EditReverted"]
+        # Once more, and it is left for a while: somebody else means it, and pods would be made and ended in turn.
         bench.store.put(bench.api.put(made))
+        again_s = await bench.turn()
+        assert again_s is not None
+        assert 0 < again_s <= REVERT_S
+        assert [call for call in bench.writes() if call[0] == "PATCH"] == []
+        applied = bench.condition("Applied")
+        assert (applied["status"], applied["reason"]) == ("False", "Contested")
+        assert applied["message"].startswith(f"Deployment {made['metadata']['name']}: somebody else changes it back")
+        assert bench.condition("Ready")["reason"] == "Contested"
+        # What the service changes is written all the same.
+        changed = service({**service()["spec"], "prefill": {"replicas": 3}}, generation=2)
+        bench.api.put({**changed, "metadata": {"name": "chat", "namespace": "llm", "generation": 2}})
         await bench.turn()
-        assert bench.events()["EditReverted"]["series"]["count"] == 2
+        assert bench.api.objects[path]["spec"]["replicas"] == 3
+        assert bench.condition("Applied")["reason"] == "Written"
+        assert "series" not in bench.events()["EditReverted"]
+        monkeypatch.setattr(shell_module, "REVERT_S", 0.0)
+        for count in (2, 3):
+            bench.shell._revert_at_s.clear()
+            bench.store.put(bench.api.put(made))
+            await bench.turn()
+            assert bench.events()["EditReverted"]["series"]["count"] == count
 
     run(test)
 
