@@ -1,6 +1,7 @@
 """`oasiskv run`: a model answers a question about a long text while most of its KV cache lies outside the engine.
 
-The answer of the same model in stock vLLM, with everything resident, is printed beside ours.
+Without a GPU, prefill and decode are services of their own, as `oasiskv up` starts them. The answer of the same model
+in stock vLLM, with everything resident, is printed beside ours.
 """
 
 import argparse
@@ -35,7 +36,6 @@ from oasiskv.cli.services_file import file_for, split
 from oasiskv.core.errors import ConfigError, UnsupportedError
 from oasiskv.core.host_memory import size
 from oasiskv.core.needle import Needle, build_needle_prompt
-from oasiskv.engine.vllm.names import HANDOVER_DEVICES
 from oasiskv.engine.vllm.offline import Prompt
 
 DEFAULT_CONTEXT = 6325
@@ -86,7 +86,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("--port", type=int, help="on loopback; default a free one")
     parser.add_argument("--text", type=Path, help="text to hide the fact in; default: Ruth and Samuel")
     parser.add_argument(
-        "--services", action="store_true", help="prefill and decode as services of their own, with staging between them"
+        "--single", action="store_true", help="one server in place of staging, prefill and decode; so on a GPU anyway"
     )
     parser.add_argument("--keep", action="store_true", help="go on serving afterwards, until ctrl-C")
     parser.add_argument("--verbose", action="store_true", help="show all of vLLM's log")
@@ -114,11 +114,10 @@ def run(args: argparse.Namespace) -> int:
     child = {**environment(device, 1, os.environ), "HF_HUB_OFFLINE": "1", "VLLM_HOST_IP": "127.0.0.1"}
     dense = Offline(_dense_engine(launch), [Prompt(token_ids=question.token_ids, max_tokens=ANSWER_TOKENS)], child)
     show = _say if args.verbose else clock(_say)
-    has_services = args.services and device in HANDOVER_DEVICES
-    if args.services and not has_services:
-        _say(f"Requests are not handed over on {device} yet, so one server does everything.")
-    number = "three times: prefill and decode" if has_services else "twice: a server"
-    show(f"starting vLLM {number} with OasisKV, and a stock engine beside")
+    # Two engines on one GPU would share its memory and its time.
+    has_services = device == "cpu" and not args.single
+    what = "staging, prefill and decode" if has_services else "one server"
+    show(f"starting {what} with OasisKV, and a stock vLLM beside")
     with TemporaryDirectory(prefix="oasiskv-") as folder, stopped_by_sigterm(), dense:
         if device != "cpu":
             reference = _reference(dense)
@@ -270,7 +269,10 @@ def table(
     yield f"moved: {load} from host memory to the engine, {store} to host memory"
     if full:
         missed = counts["oasiskv_missed_bytes_total"]
-        yield f"from staging: {size(int(admitted))} at admission and {size(int(missed))} later, of {size(int(full))}"
+        yield (
+            f"from prefill to decode: {size(int(admitted))} at admission (first set, summaries, map), "
+            f"{size(int(missed))} later, of {size(int(full))}"
+        )
 
 
 def _request(name: str, args: argparse.Namespace) -> Request:

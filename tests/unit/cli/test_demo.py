@@ -60,7 +60,9 @@ def test_the_table_says_what_came_from_staging_where_services_share_the_work(tmp
     moved = {"handover_bytes": 8 * 2**20, "admitted_bytes": 2**20, "missed_bytes": 2**21}
     found = lines(tmp_path, "It is 48213.", **moved)
     assert ["KV", "at", "admission", "1.0", "MiB", "8.0", "MiB,", "all", "of", "it"] in [line.split() for line in found]
-    assert "from staging: 1.0 MiB at admission and 2.0 MiB later, of 8.0 MiB" in found
+    assert (
+        "from prefill to decode: 1.0 MiB at admission (first set, summaries, map), 2.0 MiB later, of 8.0 MiB" in found
+    )
     assert "admission" not in "".join(lines(tmp_path, "It is 48213."))
 
 
@@ -146,9 +148,9 @@ class FakeCluster:
 
 @pytest.mark.parametrize(
     ("device", "flags", "what"),
-    [("cpu", [], "server"), ("cpu", ["--services"], "services"), ("cuda", ["--services"], "server")],
+    [("cpu", [], "services"), ("cpu", ["--single"], "server"), ("cuda", [], "server")],
 )
-def test_both_engines_are_asked_and_services_share_the_work_where_requests_are_handed_over(
+def test_both_engines_are_asked_and_services_share_the_work_without_a_gpu_unless_one_server_is_wanted(
     device: str, flags: list[str], what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SHAPE | {"max_position_embeddings": 8192}))
@@ -176,4 +178,5 @@ def test_both_engines_are_asked_and_services_share_the_work_where_requests_are_h
     assert used == [what]
     told = capsys.readouterr()
     assert "the fact (48213)" in told.out
-    assert ("not handed over on cuda" in told.err) == (device == "cuda")
+    named = "staging, prefill and decode" if what == "services" else "one server"
+    assert f"starting {named} with OasisKV" in told.err
