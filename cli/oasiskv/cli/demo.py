@@ -18,6 +18,7 @@ from typing import Any
 
 from oasiskv.cli.client import Answer, ask, read_metrics
 from oasiskv.cli.cluster import Cluster
+from oasiskv.cli.doctor import missing_for_services
 from oasiskv.cli.launch import (
     Launch,
     Request,
@@ -116,6 +117,9 @@ def run(args: argparse.Namespace) -> int:
     show = _say if args.verbose else clock(_say)
     # Two engines on one GPU would share its memory and its time.
     has_services = device == "cpu" and not args.single
+    if has_services and (missing := missing_for_services()):
+        _say(f"services lack {', '.join(missing)} (pip install -e '.[services]'), so one server does everything")
+        has_services = False
     what = "staging, prefill and decode" if has_services else "one server"
     show(f"starting {what} with OasisKV, and a stock vLLM beside")
     with TemporaryDirectory(prefix="oasiskv-") as folder, stopped_by_sigterm(), dense:

@@ -14,6 +14,9 @@ from oasiskv.engine.vllm.names import VLLM_VERSION
 PLUGIN_GROUP = "vllm.general_plugins"
 PLUGIN_NAME = "oasiskv"
 
+SERVICE_MODULES = ("grpc", "grpc_health", "grpc_reflection", "opentelemetry", "prometheus_client", "redis", "xxhash")
+"""What the extra `services` brings, as it is imported."""
+
 VersionOf = Callable[[str], str | None]
 """Gives the installed version of a distribution."""
 
@@ -118,6 +121,18 @@ def check_plugin(environment: Mapping[str, str] = os.environ) -> Finding:
     return Finding(subject="plugin", value=entry.value)
 
 
+def missing_for_services(has: Callable[[str], bool] = has_module) -> list[str]:
+    """Return the modules that staging, prefill and decode services lack here."""
+    return [name for name in SERVICE_MODULES if not has(name)]
+
+
+def check_services(has: Callable[[str], bool] = has_module) -> Finding:
+    """Look for what `oasiskv up` needs; the rest does without."""
+    missing = missing_for_services(has)
+    value = f"lack {', '.join(missing)}: `oasiskv up` needs pip install -e '.[services]'" if missing else "can start"
+    return Finding(subject="services", value=value)
+
+
 def check_memory(limit_of: Callable[[], MemoryLimit] = host_memory_limit) -> Finding:
     """Look at the memory that the KV cache of all requests has to fit into."""
     limit = limit_of()
@@ -147,6 +162,7 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     check_torch,
     check_vllm,
     check_plugin,
+    check_services,
     check_memory,
     check_devices,
 )

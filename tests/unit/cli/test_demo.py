@@ -148,7 +148,12 @@ class FakeCluster:
 
 @pytest.mark.parametrize(
     ("device", "flags", "what"),
-    [("cpu", [], "services"), ("cpu", ["--single"], "server"), ("cuda", [], "server")],
+    [
+        ("cpu", [], "services"),
+        ("cpu", ["--single"], "server"),
+        ("cuda", [], "server"),
+        ("cpu without xxhash", [], "server"),
+    ],
 )
 def test_both_engines_are_asked_and_services_share_the_work_without_a_gpu_unless_one_server_is_wanted(
     device: str, flags: list[str], what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
@@ -156,6 +161,8 @@ def test_both_engines_are_asked_and_services_share_the_work_without_a_gpu_unless
     (tmp_path / "config.json").write_text(json.dumps(SHAPE | {"max_position_embeddings": 8192}))
     (tmp_path / "model.safetensors").touch()
     monkeypatch.setattr(FakeServer, "num_answers", 0)
+    device, _, missing = device.partition(" without ")
+    monkeypatch.setattr(demo, "missing_for_services", lambda: missing.split())
     monkeypatch.setattr(demo, "find_device", lambda: device)
     monkeypatch.setattr(demo, "SETTLE_POLL_S", 0.01)
     question = Question(needle=Needle(), content="where", token_ids=list(range(6325)))
@@ -180,3 +187,4 @@ def test_both_engines_are_asked_and_services_share_the_work_without_a_gpu_unless
     assert "the fact (48213)" in told.out
     named = "staging, prefill and decode" if what == "services" else "one server"
     assert f"starting {named} with OasisKV" in told.err
+    assert ("services lack xxhash" in told.err) == bool(missing)

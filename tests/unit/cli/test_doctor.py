@@ -42,7 +42,7 @@ def test_nothing_missing_exits_0(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_real_checks_report_this_interpreter_torch_and_vllm(capsys: pytest.CaptureFixture[str]) -> None:
     doctor.run(argparse.Namespace())
     subjects = {line.split()[0] for line in capsys.readouterr().out.splitlines() if not line.startswith(" ")}
-    assert subjects == {"python", "torch", "vllm", "plugin", "memory", "cuda"}
+    assert subjects == {"python", "torch", "vllm", "plugin", "services", "memory", "cuda"}
 
 
 def test_the_vllm_release_asked_for_is_the_one_that_the_extras_install() -> None:
@@ -78,6 +78,22 @@ def test_exactly_one_build_of_the_supported_vllm_is_fine(installed: dict[str, st
 )
 def test_torchvision_of_another_build_than_torch_is_found(installed: dict[str, str], is_fine: bool) -> None:
     assert (doctor.check_torch(installed.get).advice is None) == is_fine
+
+
+def test_the_modules_of_services_are_those_that_their_extra_installs() -> None:
+    modules = {"grpcio": "grpc", "grpcio-health-checking": "grpc_health", "grpcio-reflection": "grpc_reflection"}
+    modules |= {"opentelemetry-api": "opentelemetry", "protobuf": "google.protobuf"}
+    project = tomllib.loads(PYPROJECT.read_text())["project"]
+    names = [needed.partition(">=")[0] for needed in project["optional-dependencies"]["services"]]
+    wanted = {modules.get(name, name.replace("-", "_")) for name in names}
+    assert set(doctor.SERVICE_MODULES) == wanted - {"google.protobuf"}, "protobuf comes with grpcio-health-checking"
+
+
+def test_what_services_lack_is_told_and_is_no_fault() -> None:
+    assert doctor.check_services(lambda name: True).value == "can start"
+    finding = doctor.check_services(lambda name: name not in ("grpc", "xxhash"))
+    assert finding.value.startswith("lack grpc, xxhash: ")
+    assert finding.advice is None
 
 
 def test_an_installed_plugin_is_fine(monkeypatch: pytest.MonkeyPatch) -> None:
