@@ -34,7 +34,7 @@ from oasiskv.cli.offline import Offline
 from oasiskv.cli.serve import clock
 from oasiskv.cli.server import Server, Show, stopped_by_sigterm
 from oasiskv.cli.services_file import file_for, split
-from oasiskv.core.errors import ConfigError, UnsupportedError
+from oasiskv.core.errors import ConfigError, PeerUnavailableError, UnsupportedError
 from oasiskv.core.host_memory import size
 from oasiskv.core.needle import Needle, build_needle_prompt
 from oasiskv.engine.vllm.offline import Prompt
@@ -139,7 +139,11 @@ def run(args: argparse.Namespace) -> int:
                     reference = _reference(dense)
             print(f"\n{question.needle.question}", flush=True)
             before = read_metrics(request.port)
-            answer = _ask(request.port, question)
+            try:
+                answer = _ask(request.port, question)
+            except PeerUnavailableError:
+                server.check()  # which process ended, and why, says more
+                raise
             after = read_settled(lambda: read_metrics(request.port), before)
             print("\n")
             ours = Reply(text=answer.text, first_token_s=answer.token_times[0], tokens_per_s=answer.tokens_per_s)

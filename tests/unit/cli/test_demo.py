@@ -14,6 +14,7 @@ import pytest
 from oasiskv.cli import demo, main
 from oasiskv.cli.demo import Question, Reply, find_text, table
 from oasiskv.cli.launch import Request, prepare
+from oasiskv.core.errors import EngineFailedError
 from oasiskv.core.needle import Needle
 
 COUNTS = {
@@ -104,6 +105,7 @@ class FakeServer(BaseHTTPRequestHandler):
     """Streams the right answer, and counts it."""
 
     num_answers = 0
+    breaks = False
 
     def do_GET(self) -> None:
         counts = dict.fromkeys(COUNTS, 0.0) | {"finished_requests": 0.0, "late_layers": 0.0}
@@ -113,6 +115,9 @@ class FakeServer(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         type(self).num_answers += 1
+        if type(self).breaks:
+            self.answer(f"data: {json.dumps({'error': 'the engine ended'})}\n\n")
+            return
         piece = {"choices": [{"delta": {"content": "It is 48213."}}]}
         usage = {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 4}}
         self.answer("".join(f"data: {json.dumps(event)}\n\n" for event in (piece, usage)) + "data: [DONE]\n\n")
@@ -145,25 +150,19 @@ class FakeCluster:
     def wait_ready(self) -> None:
         pass
 
+    def check(self) -> None:
+        if FakeServer.breaks:
+            raise EngineFailedError("decode ended: it was killed")
 
-@pytest.mark.parametrize(
-    ("device", "flags", "what"),
-    [
-        ("cpu", [], "services"),
-        ("cpu", ["--single"], "server"),
-        ("cuda", [], "server"),
-        ("cpu without xxhash", [], "server"),
-    ],
-)
-def test_both_engines_are_asked_and_services_share_the_work_without_a_gpu_unless_one_server_is_wanted(
-    device: str, flags: list[str], what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+
+@pytest.fixture
+def used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was started, in a model's folder `tmp_path`, for whose real engines fakes stand in."""
     (tmp_path / "config.json").write_text(json.dumps(SHAPE | {"max_position_embeddings": 8192}))
     (tmp_path / "model.safetensors").touch()
     monkeypatch.setattr(FakeServer, "num_answers", 0)
-    device, _, missing = device.partition(" without ")
-    monkeypatch.setattr(demo, "missing_for_services", lambda: missing.split())
-    monkeypatch.setattr(demo, "find_device", lambda: device)
+    monkeypatch.setattr(demo, "find_device", lambda: "cpu")
+    monkeypatch.setattr(demo, "missing_for_services", list)
     monkeypatch.setattr(demo, "SETTLE_POLL_S", 0.01)
     question = Question(needle=Needle(), content="where", token_ids=list(range(6325)))
     monkeypatch.setattr(demo, "make_question", lambda *_: question)
@@ -181,6 +180,30 @@ def test_both_engines_are_asked_and_services_share_the_work_without_a_gpu_unless
 
     monkeypatch.setattr(demo, "_server", start("server"))
     monkeypatch.setattr(demo, "_services", start("services"))
+    return used
+
+
+@pytest.mark.parametrize(
+    ("device", "flags", "what"),
+    [
+        ("cpu", [], "services"),
+        ("cpu", ["--single"], "server"),
+        ("cuda", [], "server"),
+        ("cpu without xxhash", [], "server"),
+    ],
+)
+def test_both_engines_are_asked_and_services_share_the_work_without_a_gpu_unless_one_server_is_wanted(
+    device: str,
+    flags: list[str],
+    what: str,
+    used: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Any,
+) -> None:
+    device, _, missing = device.partition(" without ")
+    monkeypatch.setattr(demo, "missing_for_services", lambda: missing.split())
+    monkeypatch.setattr(demo, "find_device", lambda: device)
     assert main.main(["run", str(tmp_path), *flags]) == 0
     assert used == [what]
     told = capsys.readouterr()
@@ -188,3 +211,12 @@ def test_both_engines_are_asked_and_services_share_the_work_without_a_gpu_unless
     named = "staging, prefill and decode" if what == "services" else "one server"
     assert f"starting {named} with OasisKV" in told.err
     assert ("services lack xxhash" in told.err) == bool(missing)
+
+
+def test_a_service_that_ends_before_the_answer_is_named(
+    used: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(FakeServer, "breaks", True)
+    assert main.main(["run", str(tmp_path)]) == 2
+    assert used == ["services"]
+    assert "error: decode ended: it was killed" in capsys.readouterr().err
