@@ -298,6 +298,7 @@ def _check_rest(rest: Sequence[str]) -> None:
         "--spec-model": "use --drafter",
         "--spec-tokens": "use --drafter",
         "--model": "give MODEL first",
+        "--config": "give its options as flags, so that the plan knows them",
     }
     for flag in rest:
         # vLLM takes fields of a setting too: --kv-transfer-config.kv_role.

@@ -14,6 +14,7 @@ from oasiskv.cli import launch, main, serve
 from oasiskv.cli.find_model import find_model
 from oasiskv.cli.launch import Launch, Request, environment, free_port, prepare, wants_own_log
 from oasiskv.core.errors import ConfigError, UnsupportedError
+from oasiskv.engine.vllm import api_server
 
 CONFIG = {
     "num_hidden_layers": 2,
@@ -167,11 +168,35 @@ def test_flags_for_vllm_come_last_and_unchanged(folder: Path) -> None:
         ({"settings": ["nonsense"]}, "^--set: expected name=value"),
         ({"rest": ["--worker-cls=a.B"]}, "^--worker-cls: expected it to be left"),
         ({"rest": ["--kv_transfer_config", "{}"]}, "^--kv-transfer-config: .*use --set"),
+        ({"rest": ["--config=options.yaml"]}, "^--config: .*give its options as flags"),
     ],
 )
 def test_a_wrong_setting_is_refused_by_its_name(folder: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make(folder, **changes)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"api_server_count": 2}, "^--api-server-count: expected 1, got 2; `vllm serve` takes it"),
+        ({"api_server_count": 0}, "^--api-server-count: expected 1, got 0"),
+        ({"headless": True}, "^--headless: expected it not to be given, got it"),
+        ({"grpc": True}, "^--grpc: expected it not to be given, got it"),
+        ({"data_parallel_multi_port_external_lb": True}, "^--data-parallel-multi-port-external-lb: expected"),
+    ],
+)
+def test_what_would_be_another_server_than_one_for_http_is_refused(given: dict[str, Any], message: str) -> None:
+    plain = {
+        "api_server_count": None,
+        "headless": False,
+        "grpc": False,
+        "data_parallel_multi_port_external_lb": False,
+    }
+    api_server.check_is_one_server(argparse.Namespace(**plain))
+    api_server.check_is_one_server(argparse.Namespace(**plain | {"api_server_count": 1}))
+    with pytest.raises(ConfigError, match=message):
+        api_server.check_is_one_server(argparse.Namespace(**plain | given))
 
 
 def test_a_folder_without_weights_is_refused_unless_none_are_loaded(tmp_path: Path) -> None:

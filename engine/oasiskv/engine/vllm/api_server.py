@@ -1,14 +1,16 @@
 """The process that `oasiskv serve` starts: vLLM's own API server, which ends with the process that started it."""
 
-import functools
 import os
 import signal
 import sys
 import threading
 import time
+from argparse import Namespace
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from oasiskv.core.errors import ConfigError
 
 ONLY_CHECK = "only-check"
 
@@ -53,6 +55,27 @@ def kill_group(group: int) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
+def check_is_one_server(args: Namespace) -> None:
+    """Refuse what makes other servers of vLLM's own command, and would be left out here without a word.
+
+    Args:
+        args: As vLLM read them.
+
+    Raises:
+        ConfigError: there is such a flag.
+    """
+    way_out = "`vllm serve` takes it, with the flags that --dry-run shows"
+    if args.api_server_count not in (None, 1):
+        raise ConfigError(f"--api-server-count: expected 1, got {args.api_server_count}; {way_out}")
+    for flag, is_given in (
+        ("--headless", args.headless),
+        ("--grpc", args.grpc),
+        ("--data-parallel-multi-port-external-lb", args.data_parallel_multi_port_external_lb),
+    ):
+        if is_given:
+            raise ConfigError(f"{flag}: expected it not to be given, got it; {way_out}")
+
+
 def main() -> None:
     """Run vLLM's server with this process's arguments, or with `only-check` before them say whether one would start.
 
@@ -76,11 +99,16 @@ def main() -> None:
             settings.check(config)
             return config
 
-    async def only_check(args: Any) -> None:
-        CheckedEngineArgs.from_cli_args(args).create_engine_config(UsageContext.OPENAI_API_SERVER)
+    run_server = entry.run_server
 
-    serve = functools.partial(entry.run_server, timeout_graceful_shutdown=HANG_UP_S)
-    entry.AsyncEngineArgs, entry.run_server = CheckedEngineArgs, only_check if is_check else serve
+    async def check_or_serve(args: Namespace) -> None:
+        check_is_one_server(args)
+        if is_check:
+            CheckedEngineArgs.from_cli_args(args).create_engine_config(UsageContext.OPENAI_API_SERVER)
+        else:
+            await run_server(args, timeout_graceful_shutdown=HANG_UP_S)
+
+    entry.AsyncEngineArgs, entry.run_server = CheckedEngineArgs, check_or_serve
     entry.main()
 
 
