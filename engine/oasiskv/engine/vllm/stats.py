@@ -113,11 +113,13 @@ class LookaheadPromMetrics(KVConnectorPromMetrics):
             for name, (metric, text) in COUNTERS.items()
         }
         self._gauges = {
-            name: self._per_engine(self._gauge_cls, f"oasiskv_{name}", text) for name, text in GAUGES.items()
+            # Of several API servers one is told of a step.
+            name: self._per_engine(self._gauge_cls, f"oasiskv_{name}", text, multiprocess_mode="mostrecent")
+            for name, text in GAUGES.items()
         }
 
-    def _per_engine(self, metric_class: Any, name: str, documentation: str) -> dict[int, Any]:
-        metric = metric_class(name=name, documentation=documentation, labelnames=self._labelnames)
+    def _per_engine(self, metric_class: Any, name: str, documentation: str, **options: str) -> dict[int, Any]:
+        metric = metric_class(name=name, documentation=documentation, labelnames=self._labelnames, **options)
         return {engine: metric.labels(*values) for engine, values in self.per_engine_labelvalues.items()}
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
