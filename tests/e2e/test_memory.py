@@ -56,6 +56,8 @@ def test_a_sparse_request_holds_its_budget_its_summaries_and_the_active_blocks(
     assert max(row["held"] for row in rows) >= length // BLOCK  # prefill is dense
     assert_bounded(rows, BUDGET, rows_per_page)
     assert reply.counts["switches"] == 1
+    # What the backend has on the device beside was there when vLLM looked at how much is left.
+    assert reply.facts["is_state_profiled"]
     print(f"{length} tokens: {rows[-1]['held']} blocks held, dense would hold {-(-rows[-1]['num_computed'] // BLOCK)}")
     assert reply.pool_after == reply.pool_before
 

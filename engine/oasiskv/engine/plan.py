@@ -69,13 +69,10 @@ class StepPlanner:
         shape: This process's KV cache.
         sets: The working sets; their count of complete blocks and their pages grow with the plans.
         max_requests: Most rows of a batch.
-        max_blocks: Blocks of the longest request.
     """
 
-    def __init__(
-        self, config: LookaheadConfig, shape: CacheShape, sets: WorkingSets, max_requests: int, max_blocks: int
-    ) -> None:
-        """Allocate everything."""
+    def __init__(self, config: LookaheadConfig, shape: CacheShape, sets: WorkingSets, max_requests: int) -> None:
+        """Allocate everything that does not grow with the length of requests."""
         self._budget = config.budget_blocks
         self._uses_drafts = config.prediction not in ("previous", "on-demand")
         self._block_size = shape.block_size
@@ -87,7 +84,7 @@ class StepPlanner:
 
         self._slots, self._query_rows, self._drafter_rows = ints(max_requests), ints(max_requests), ints(max_requests)
         self._rows = ints(max_requests, len(Row))
-        self._block_table, self._seq_lens = ints(max_requests, max(max_blocks, self._budget + 2)), ints(max_requests)
+        self._block_table, self._seq_lens = sets.attended_table[:max_requests], ints(max_requests)
         self._given = ints(len(Given), max_requests)
         self._blank(0)
 

@@ -75,9 +75,9 @@ class Runtime:
         self._counts: dict[str, float] = {}
         self._slot_of: dict[str, int] = {}
         # The last slot is the padding rows'.
-        num_slots, max_blocks = len(sets.num_complete) - 1, sets.host_table.shape[1]
+        num_slots = len(sets.num_complete) - 1
         self._free_slots = list(range(num_slots - 1, -1, -1))
-        self._planner = StepPlanner(config, shape, sets, num_slots, max_blocks)
+        self._planner = StepPlanner(config, shape, sets, num_slots)
         self._num_host_blocks: dict[str, int] = {}
         self._num_loaded: dict[str, int] = {}
         self._sparse: set[str] = set()

@@ -99,6 +99,7 @@ class WorkingSets:
         blocks, scores: `int32`, `float32[num_layers, R, num_kv_heads, budget]`: what was predicted, by batch row.
         plan: `int32[num_layers, R, num_kv_heads, most_cap, 2]`: what the running step fetches, by batch row.
         counters: `int64[num_layers, num_kv_heads, len(Counter)]`.
+        attended_table: `int32[R, at least max_blocks]`: the block table that attention reads, by batch row.
         switch_pages: One layer's summary pages while a request switches, `[max_pages, ...]` shaped as engine blocks.
     """
 
@@ -142,6 +143,7 @@ class WorkingSets:
         self.blocks = ints(layers, max_requests, heads, budget)
         self.scores = torch.zeros(layers, max_requests, heads, budget, dtype=torch.float32, device=device)
         self.counters = torch.zeros(layers, heads, len(Counter), dtype=torch.int64, device=device)
+        self.attended_table = ints(max_requests, max(max_blocks, budget + 2))
         page = (heads, shape.block_size, 2 * shape.head_dim)
         self.switch_pages = torch.zeros(max_pages, *page, dtype=shape.dtype, device=device)
 

@@ -103,6 +103,8 @@ def make_engine(job: dict[str, Any]) -> Any:
     from vllm import LLM
     from vllm.platforms import current_platform
 
+    if job.get("settings") is not None:
+        watch_profile()
     llm = LLM(disable_log_stats=False, **engine_options(job))
     # Done by the first engine, and vLLM does not do it twice in one process.
     type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
@@ -114,6 +116,21 @@ def make_engine(job: dict[str, Any]) -> Any:
         runner = core(llm).model_executor.driver_worker.worker.model_runner
         runner.rejection_sampler = RejectDrafts(runner.sampler, runner.speculative_config, runner.device)
     return llm
+
+
+def watch_profile() -> None:
+    """Let workers note whether the backend's tensors are there when vLLM looks at how much memory is left."""
+    from oasiskv.engine.vllm.cpu import Worker
+
+    if "determine_available_memory" in vars(Worker):
+        return
+    look = Worker.determine_available_memory
+
+    def note_and_look(self: Any) -> int:
+        self.profiled_sets = self.backend._sets
+        return look(self)
+
+    Worker.determine_available_memory = note_and_look
 
 
 def set_kv_scales(llm: Any, key_scale: float, value_scale: float) -> None:
@@ -386,6 +403,9 @@ def facts(llm: Any) -> dict[str, Any]:
         found["runner"] = f"{type(runner).__module__}.{type(runner).__qualname__}"
         found["worker"] = f"{type(worker.worker).__module__}.{type(worker.worker).__qualname__}"
         layers = runner.vllm_config.compilation_config.static_forward_context.values()
+        if (backend := getattr(worker.worker, "backend", None)) is not None:
+            profiled = getattr(worker.worker, "profiled_sets", None)
+            found["is_state_profiled"] = profiled is not None and profiled is backend.runtime.sets
         found["attention"] = sorted({type(layer.impl).__qualname__ for layer in layers if hasattr(layer, "impl")})
     return found
 
