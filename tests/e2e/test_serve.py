@@ -17,6 +17,7 @@ import pytest
 from oasiskv.cli.client import Answer, ask, read_metrics
 from oasiskv.cli.demo import find_text
 from oasiskv.cli.launch import find_device, free_port
+from oasiskv.core.errors import InvalidRequestError
 
 # vLLM starts in 25 s on two idle cores, and in minutes on busy ones.
 pytestmark = pytest.mark.timeout(600)
@@ -92,6 +93,9 @@ def test_a_server_streams_answers_publishes_its_counts_and_leaves_nothing_on_ctr
         check_metrics(read_metrics(port), answer)
         again, _ = ask_about_the_text(port, "small")
         assert again.text == answer.text
+        with pytest.raises(InvalidRequestError) as refused:
+            ask(port, {"model": "small", "messages": [{"role": "user", "content": find_text().read_text()}]}, print)
+        assert all(word in str(refused.value) for word in ("BadRequestError", "400", "2000"))
         with ThreadPoolExecutor() as pool:
             cut_off = pool.submit(status_of_a_long_answer, port, "small")
             wait_until_one_runs(port)
@@ -183,6 +187,10 @@ def check_metrics(metrics: dict[str, float], answer: Answer) -> None:
             "error: --runner: expected generate, got pooling; or serve without OasisKV",
         ),
         (["--no-such-flag"], "error: vLLM: unrecognized arguments: --no-such-flag"),
+        (
+            ["--dry-run", "-asc", "2"],
+            "error: --api-server-count: expected 1, got 2; `vllm serve` takes it, with the flags that --dry-run shows",
+        ),
         (
             ["--kv-sharing-fast-prefill"],
             "error: --kv-sharing-fast-prefill: expected off, got on; or serve without OasisKV",

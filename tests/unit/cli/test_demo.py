@@ -102,9 +102,10 @@ def test_the_committed_text_is_found() -> None:
 
 
 class FakeServer(BaseHTTPRequestHandler):
-    """Streams the right answer, and counts it."""
+    """Streams an answer, and counts it."""
 
     num_answers = 0
+    text = "It is 48213."
     breaks = False
 
     def do_GET(self) -> None:
@@ -118,7 +119,7 @@ class FakeServer(BaseHTTPRequestHandler):
         if type(self).breaks:
             self.answer(f"data: {json.dumps({'error': 'the engine ended'})}\n\n")
             return
-        piece = {"choices": [{"delta": {"content": "It is 48213."}}]}
+        piece = {"choices": [{"delta": {"content": type(self).text}}]}
         usage = {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 4}}
         self.answer("".join(f"data: {json.dumps(event)}\n\n" for event in (piece, usage)) + "data: [DONE]\n\n")
 
@@ -211,6 +212,16 @@ def test_both_engines_are_asked_and_services_share_the_work_without_a_gpu_unless
     named = "staging, prefill and decode" if what == "services" else "one server"
     assert f"starting {named} with OasisKV" in told.err
     assert ("services lack xxhash" in told.err) == bool(missing)
+
+
+@pytest.mark.parametrize("flags", [[], ["--single"]])
+def test_an_answer_without_the_fact_is_a_failure_whatever_else_went_well(
+    flags: list[str], used: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(FakeServer, "text", "It is 4821.")
+    assert main.main(["run", str(tmp_path), *flags]) == 1
+    assert len(used) == 1
+    assert "error: answer: expected 48213 in it, got 'It is 4821.'\n" in capsys.readouterr().err
 
 
 def test_a_service_that_ends_before_the_answer_is_named(
