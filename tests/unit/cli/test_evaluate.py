@@ -1,13 +1,15 @@
 """The numbers of `oasiskv eval`, against a plain loop over steps and tokens."""
 
+import json
 import math
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from oasiskv.cli import evaluate
+from oasiskv.cli import evaluate, main
 from oasiskv.cli.evaluate import Score, compare, score
+from oasiskv.cli.offline import Results
 from oasiskv.cli.plan import ModelShape, Pools
 from oasiskv.core.errors import ConfigError
 
@@ -76,3 +78,26 @@ def test_all_windows_fit_the_engine_together_also_in_the_largest_blocks(windows:
     pools = Pools(shape=shape, block_size=16, num_workers=1, max_model_len=max_model_len, max_num_seqs=windows)
     num_blocks = evaluate.engine_bytes(pools) // (8 * pools.block_bytes)
     assert num_blocks >= windows * -(-max_model_len // 128) + 1
+
+
+@pytest.mark.parametrize(("num_sparse", "code"), [(43, 1), (44, 0)])
+def test_a_comparison_of_which_too_little_was_sparse_is_a_failure(
+    num_sparse: int,
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shape = {"num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 64, "max_position_embeddings": 8192}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    (tmp_path / "model.safetensors").touch()
+    scores = [Score(dense_perplexity=9.0, sparse_perplexity=9.0, agreement=1.0, kl_divergence=0.0)] * 3
+    monkeypatch.setattr(evaluate, "find_device", lambda: "cpu")
+    monkeypatch.setattr(evaluate, "make_windows", lambda *_: [])
+    monkeypatch.setattr(
+        evaluate, "_measure", lambda *_: (Results(results=[], counts={"sparse_rows": num_sparse}), scores)
+    )
+    assert main.main(["eval", "quick", "--model", str(tmp_path), "--windows", "2", "--steps", "24"]) == code
+    told = capsys.readouterr()
+    assert f"{100 * num_sparse / 46:.1f} % of 46 decode steps" in told.out
+    assert told.err.endswith("error: sparse steps: expected at least 95 %\n") == (code == 1)
