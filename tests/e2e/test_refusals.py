@@ -82,6 +82,7 @@ def test_what_the_tables_start_from_is_accepted(backend: EngineProcess, model: P
         ),
         ({"cpu_offload_gb": 1}, {}, "--cpu-offload-gb: expected 0, got 1"),
         ({"offload_group_size": 2}, {}, "--offload-group-size: expected 0, got 2"),
+        ({"kv_offloading_size": 1.0}, {}, "--kv-offloading-size: expected none, got 1.0"),
         ({"block_size": 24}, {}, "--block-size: expected a multiple of 16, got 24"),
         ({"worker_cls": "auto"}, {}, "--worker-cls: expected oasiskv.engine.vllm.cpu.Worker"),
         ({"scheduler_reserve_full_isl": False}, {}, "--scheduler-reserve-full-isl: expected on, got off"),

@@ -138,6 +138,10 @@ def check(vllm_config: VllmConfig) -> None:
     scheduler, drafter = vllm_config.scheduler_config, vllm_config.speculative_config
     offload = vllm_config.offload_config
     transfer = vllm_config.kv_transfer_config
+    if cache.kv_offloading_size is not None:  # for which vLLM puts another connector in the place of the one configured
+        raise UnsupportedError(
+            f"--kv-offloading-size: expected none, got {cache.kv_offloading_size}; or serve without OasisKV"
+        )
     if transfer is None or not is_enabled(vllm_config):
         got = None if transfer is None else transfer.kv_connector
         raise ConfigError(f"kv_transfer_config.kv_connector: expected {CONNECTOR}, got {got}")
