@@ -30,6 +30,7 @@ from oasiskv.services import nixl
 from oasiskv.services.clients.session import FetchStatus, SessionConfig, StagingSession
 from oasiskv.services.clients.staging import StagingClient
 from oasiskv.services.rpc.testing import make_certificate, tls_files
+from oasiskv.services.staging import bench
 from oasiskv.services.staging.process import StagingProcess
 from oasiskv.services.staging.testing import (
     NUM_BLOCKS,
@@ -375,26 +376,33 @@ def test_a_call_with_a_wrong_shape_is_refused_by_name_and_writes_nothing(server:
             peer.register(out[:, :, ::2])
 
 
+@pytest.mark.timeout(240)
 def test_the_tier_is_measured_by_the_paths_that_are_asked_for(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.setattr(bench, "NUM_LEASES", 10)
     assert main(["bench", "staging", "--paths", "UCX fog", "--out", str(tmp_path)]) == 2
     assert "error: paths: expected one of mapped, UCX shared memory" in capsys.readouterr().err
     if not torch.cuda.is_available():
         for memory in ("pinned", "gpu"):
             assert main(["bench", "staging", "--memory", memory, "--out", str(tmp_path)]) == 2
             assert f"error: memory: expected a CUDA device for {memory}" in capsys.readouterr().err
-    arguments = ["--pool-bytes", str(2**24), "--repeats", "1", "--block-sizes", "16", "--out", str(tmp_path)]
-    assert main(["bench", "staging", *arguments, "--paths", "UCX TCP", "SSD"]) == 0
+    arguments = ["--pool-bytes", str(2**23), "--repeats", "1", "--block-sizes", "16", "--out", str(tmp_path)]
+    assert main(["bench", "staging", *arguments, "--paths", "gRPC stream", "UCX TCP", "SSD"]) == 0
     (path,) = tmp_path.iterdir()
     found = json.loads(path.read_text())
     assert found["command"].startswith("oasiskv bench staging")
     rows = found["results"]
-    assert {row["path"] for row in rows} == {"UCX TCP", "SSD", "calls, 1000 leases"}
+    assert {row["path"] for row in rows} == {"gRPC stream", "UCX TCP", "SSD", "calls, 10 leases"}
     assert {row["part_KiB"] for row in rows if "part_KiB" in row} == {64}
     compared = [row for row in rows if row["op"] in ("read", "write") and row["bytes"] != "one part"]
-    assert len(compared) == 4 + 2
-    assert all(row["gb_per_s"] > 0 and row["share"] > 0 for row in compared)
+    assert len(compared) == 4 + 4 + 2
+    plain = {(row["op"], row["bytes"]): row["plain_gb_per_s"] for row in compared if row["path"] == "UCX TCP"}
+    for row in compared:
+        assert row["gb_per_s"] > 0
+        assert row["nixl_share" if row["path"] == "gRPC stream" else "share"] > 0
+        if row["path"] == "gRPC stream":
+            assert row["nixl_gb_per_s"] == plain[row["op"], row["bytes"]]
     assert [row["op"] for row in rows if "p99_ms" in row] == [
         "renew all",
         "locate 64",
@@ -403,7 +411,9 @@ def test_the_tier_is_measured_by_the_paths_that_are_asked_for(
     ]
 
 
+@pytest.mark.timeout(240)
 def test_what_a_host_lacks_is_named_and_the_rest_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(bench, "NUM_LEASES", 10)
     monkeypatch.setattr(nixl, "MODULES", ("nixl_that_is_absent",))
     nixl.load.cache_clear()
     arguments = ["--pool-bytes", str(2**22), "--repeats", "1", "--block-sizes", "16", "--out", str(tmp_path)]
