@@ -1,5 +1,6 @@
 import asyncio
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -133,3 +134,15 @@ def test_the_documented_configuration_is_accepted() -> None:
     config = read_config(example)
     assert config.staging.leases.num_blocks == 2**34 // config.staging.fingerprint.block_bytes
     assert config.server.tls is not None
+
+
+def test_calls_wait_for_a_thread_that_hashes_half_a_millisecond_at_most(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["staging", "--config", str(tmp_path / "absent.toml")])
+    before = sys.getswitchinterval()
+    try:
+        assert main.main() == 2
+        assert sys.getswitchinterval() <= 0.0005
+    finally:
+        sys.setswitchinterval(before)
