@@ -13,12 +13,15 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from oasiskv.engine.testing import EngineProcess, random_requests, write_tiny_model
-from oasiskv.operator.settings import METRICS_PORT, OIP_PORT
+from oasiskv.operator.settings import METRICS_PORT, OIP_PORT, PREFILL_PORT, STAGING_PORT
 from oasiskv.operator.testing_cluster import ControlPlane
 from oasiskv.operator.testing_helm import Helm
-from oasiskv.operator.testing_kubelet import LABEL, FakeKubelet
-from oasiskv.operator.testing_operator import Start, chart_role, condition, forbidden, sample, wait_for
+from oasiskv.operator.testing_kubelet import FakeKubelet
+from oasiskv.operator.testing_operator import Start, chart_role, condition, forbidden, wait_for
+from oasiskv.operator.testing_pods import SECRET, infer, put_certificate, small_service, volume
 from oasiskv.protos.inference.v2 import inference_pb2, inference_pb2_grpc
+from oasiskv.services.rpc.testing import tls_files
+from oasiskv.services.rpc.tls import channel_credentials
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -39,44 +42,11 @@ def write_model(folder: Path) -> Path:
     return folder
 
 
-def volume(namespace: str, folder: Path) -> list[dict[str, Any]]:
-    """Return a claim of models and the volume that it is bound to."""
-    size = {"storage": "1Gi"}
-    common = {"accessModes": ["ReadOnlyMany"], "storageClassName": "none"}
-    claim = {"volumeName": namespace, "resources": {"requests": size}}
-    return [
-        {
-            "apiVersion": "v1",
-            "kind": "PersistentVolume",
-            "metadata": {"name": namespace},
-            "spec": {**common, "capacity": size, "hostPath": {"path": str(folder)}},
-        },
-        {
-            "apiVersion": "v1",
-            "kind": "PersistentVolumeClaim",
-            "metadata": {"name": "models", "namespace": namespace},
-            "spec": {**common, **claim},
-        },
-    ]
-
-
 def tiny_service(namespace: str) -> dict[str, Any]:
-    """Return a service that a processor can run, on the node of the fake kubelet."""
-    resources = {"cpu": "1", "memory": "1Gi", "sharedMemory": "64Mi"}
-    role = {"resources": resources, "drain": {"preStopSeconds": 1, "timeoutSeconds": 60}}
+    """Return a service of the tiny model whose pods show one another certificates."""
     kv = {"hash": "tiny", "dtype": "float32", "numLayers": 3, "numKvHeads": 2, "headDim": 32}
-    return sample(
-        "chat",
-        namespace,
-        model={"uri": "pvc://models/tiny", "name": "tiny", **kv},
-        engine={"lookahead": LOOKAHEAD, "arguments": ARGUMENTS},
-        prefill=role,
-        decode={**role, "replicas": 1},
-        staging={"memory": "32Mi", "cpu": "1", "drainSeconds": 30},
-        placement={"nodeSelector": {LABEL: "true"}, "tolerations": [{"key": LABEL}]},
-        network={"fabric": "TCP"},
-        telemetry={},
-    )
+    model = {"uri": "pvc://models/tiny", "name": "tiny", **kv}
+    return small_service(namespace, model, {"lookahead": LOOKAHEAD, "arguments": ARGUMENTS}, tls={"secret": SECRET})
 
 
 @pytest.fixture
@@ -105,6 +75,21 @@ def events(plane: ControlPlane, namespace: str) -> set[str]:
     return {each["reason"] for each in found if each["regarding"].get("kind") == "OasisKVService"}
 
 
+def kv_generation(plane: ControlPlane, namespace: str) -> str:
+    return str(plane.get("oks", "chat", "-n", namespace).get("status", {}).get("kvGeneration", ""))
+
+
+def is_reached(channel: grpc.Channel) -> bool:
+    """Return whether somebody answers at all, whatever the answer."""
+    with channel:
+        try:
+            stub = inference_pb2_grpc.GRPCInferenceServiceStub(channel)  # which these services do not have
+            stub.ServerLive(inference_pb2.ServerLiveRequest(), timeout=10)
+        except grpc.RpcError as error:
+            return bool(error.code() is grpc.StatusCode.UNIMPLEMENTED)
+        return True
+
+
 def text_of(ids: list[int]) -> str:
     return " ".join(f"w{index}" for index in ids)
 
@@ -113,18 +98,8 @@ def ids_of(text: str) -> list[int]:
     return [int(digits) for digits in re.findall(r"w(\d+)", text)]
 
 
-def infer(url: str, prompt: list[int], num_tokens: int) -> dict[str, Any]:
-    """Ask by the protocol's REST, and return what came out."""
-    inputs = [{"name": "text", "shape": [1], "datatype": "BYTES", "data": [text_of(prompt)]}]
-    parameters = {"max_tokens": num_tokens, "temperature": 0.0}
-    body = {"inputs": inputs, "parameters": parameters}
-    answer = httpx.post(f"http://{url}/v2/models/tiny/infer", json=body, timeout=300)
-    assert answer.status_code == 200, answer.text
-    return {one["name"]: one["data"][0] for one in answer.json()["outputs"]}
-
-
 def rest(url: str, prompt: list[int]) -> list[int]:
-    return ids_of(infer(url, prompt, NUM_TOKENS)["text"])
+    return ids_of(infer(url, "tiny", text_of(prompt), NUM_TOKENS)["text"])
 
 
 def rpc(address: str, prompt: list[int]) -> list[int]:
@@ -164,6 +139,10 @@ def test_requests_go_through_kserve_decode_prefill_and_staging_as_the_operator_r
     num_forbidden = len(forbidden(plane))
     start(chart_role(plane, chart, "system"), "--read-nodes")
     plane.put([*volume(namespace, model), tiny_service(namespace)])
+    wait_for(lambda: kv_generation(plane, namespace), "a KV generation")
+    services = [f"chat-{role}-{kv_generation(plane, namespace)}" for role in ("prefill", "staging")]
+    addresses = [kubelet.address(namespace, service) for service in services]
+    put_certificate(plane, namespace, tmp_path / "tls", "peer", addresses)
 
     def is_ready() -> bool:
         assert kubelet.errors == []
@@ -178,6 +157,14 @@ def test_requests_go_through_kserve_decode_prefill_and_staging_as_the_operator_r
         (line,) = (line for line in text.splitlines() if line.startswith(f"{sample} "))
         return float(line.split()[-1])
 
+    # Nobody without a certificate is answered, by prefill no more than by staging.
+    ports = {services[0]: PREFILL_PORT, services[1]: STAGING_PORT}
+    peer = channel_credentials(tls_files(tmp_path / "tls", "peer"))
+    for service, port in ports.items():
+        address = f"{kubelet.address(namespace, service)}:{port}"
+        assert is_reached(grpc.secure_channel(address, peer))
+        assert not is_reached(grpc.insecure_channel(address))
+
     http, oip = (kubelet.where(namespace, "chat-predictor", port) for port in (80, OIP_PORT))
     prompts = [request["prompt"] for request in REQUESTS]
     assert [rest(http, prompt) for prompt in prompts] == expected
@@ -189,7 +176,7 @@ def test_requests_go_through_kserve_decode_prefill_and_staging_as_the_operator_r
 
     # A request that is under way when its pod is told to end comes to its own end.
     with ThreadPoolExecutor(1) as pool:
-        last = pool.submit(infer, http, prompts[0], 500)
+        last = pool.submit(infer, http, "tiny", text_of(prompts[0]), 500)
         wait_for(lambda: count("decode", "oasiskv_decode_inflight") > 0, "a request to be under way")
         plane.check("delete", "oks", "chat", "-n", namespace)
         answer = last.result()

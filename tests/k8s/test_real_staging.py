@@ -1,7 +1,6 @@
 """Real staging services as the operator rendered them, with certificates and handed over; engines are simulated."""
 
 import asyncio
-import base64
 import json
 import urllib.request
 from collections.abc import Iterator
@@ -17,9 +16,10 @@ from oasiskv.operator.settings import METRICS_PORT, STAGING_PORT
 from oasiskv.operator.testing_cluster import NODE_SIZE, ControlPlane
 from oasiskv.operator.testing_kubelet import LABEL, FakeKubelet
 from oasiskv.operator.testing_operator import Start, is_settled, sample, wait_for
+from oasiskv.operator.testing_pods import SECRET, put_certificate
 from oasiskv.protos.staging.v1 import staging_pb2, staging_pb2_grpc
 from oasiskv.services.clients.staging import StagingClient
-from oasiskv.services.rpc.testing import make_certificate, tls_files
+from oasiskv.services.rpc.testing import tls_files
 from oasiskv.services.rpc.tls import channel_credentials
 from oasiskv.services.testing import FINGERPRINT, Peer, random_blocks
 
@@ -49,13 +49,6 @@ def kubelet(plane: ControlPlane, tmp_path: Path) -> Iterator[FakeKubelet]:
         plane.check("delete", "node", "sim-0")
 
 
-def put_secret(plane: ControlPlane, namespace: str, folder: Path, name: str) -> None:
-    files = {"tls.crt": f"{name}.pem", "tls.key": f"{name}.key", "ca.crt": "authority.pem"}
-    data = {key: base64.b64encode((folder / file).read_bytes()).decode() for key, file in files.items()}
-    metadata = {"name": "mine", "namespace": namespace}
-    plane.put([{"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "data": data}])
-
-
 def is_answered(address: str, name: str, credentials: grpc.ChannelCredentials) -> bool:
     """Return whether a staging service answers a caller, to whom it must prove to be who peers look for."""
     options = (("grpc.ssl_target_name_override", name),)
@@ -73,7 +66,7 @@ def test_staging_answers_who_shows_a_certificate_and_a_renewed_one_needs_no_rest
     namespace = "certificates"
     plane.check("create", "namespace", namespace)
     start(cluster_admin, "--read-nodes")
-    plane.put([sample("chat", namespace, tls={"secret": "mine"}, **CHANGES)])
+    plane.put([sample("chat", namespace, tls={"secret": SECRET}, **CHANGES)])
 
     def status() -> dict[str, Any]:
         found: dict[str, Any] = plane.get("oks", "chat", "-n", namespace).get("status", {})
@@ -83,16 +76,11 @@ def test_staging_answers_who_shows_a_certificate_and_a_renewed_one_needs_no_rest
     service = f"chat-staging-{status()['kvGeneration']}"
     name = f"{service}.{namespace}.svc"
     folders = {which: tmp_path / which for which in ("first", "renewed")}
-    for folder in folders.values():
-        folder.mkdir()
-        authority = make_certificate(folder, "authority")
-        make_certificate(folder, name, authority)
-    put_secret(plane, namespace, folders["first"], name)
+    put_certificate(plane, namespace, folders["first"], name)
     wait_for(lambda: is_settled(plane, namespace, "chat"), "staging to be ready", 120)
     address = kubelet.where(namespace, service, STAGING_PORT)
-    first, renewed = (channel_credentials(tls_files(folder, name)) for folder in folders.values())
+    first = channel_credentials(tls_files(folders["first"], name))
     assert is_answered(address, name, first)
-    assert not is_answered(address, name, renewed)
     nobody = grpc.ssl_channel_credentials((folders["first"] / "authority.pem").read_bytes())
     assert not is_answered(address, name, nobody)
 
@@ -101,7 +89,8 @@ def test_staging_answers_who_shows_a_certificate_and_a_renewed_one_needs_no_rest
     assert (told["role"], told["rdma"]["path"]) == ("staging", "stream")  # as `network.fabric` says
     assert told["rdma"]["problem"]
 
-    put_secret(plane, namespace, folders["renewed"], name)
+    put_certificate(plane, namespace, folders["renewed"], name)
+    renewed = channel_credentials(tls_files(folders["renewed"], name))
     wait_for(lambda: is_answered(address, name, renewed), "the renewed certificate to be used")
     assert not is_answered(address, name, first)
     assert kubelet.num_starts(namespace) == 1

@@ -2,6 +2,7 @@
 
 import datetime
 import ipaddress
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,17 @@ from oasiskv.core.service_config import TlsConfig
 
 
 def make_certificate(
-    folder: Path, name: str, authority: "tuple[Any, Any] | None" = None, days: int = 1
+    folder: Path,
+    name: str,
+    authority: "tuple[Any, Any] | None" = None,
+    days: int = 1,
+    addresses: Sequence[str] = (),
 ) -> tuple[Any, Any]:
-    """Write `name.pem` and `name.key`: a certificate for 127.0.0.1 and the name, or an authority if none is given."""
+    """Write `name.pem` and `name.key`: a certificate for 127.0.0.1, further addresses and the name.
+
+    It is an authority if none is given.
+    """
+    numbers = [x509.IPAddress(ipaddress.ip_address(each)) for each in ("127.0.0.1", *addresses)]
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
     issuer, issuer_key = (subject, key) if authority is None else (authority[0].subject, authority[1])
@@ -26,7 +35,7 @@ def make_certificate(
         .not_valid_after(now + datetime.timedelta(days=days))
         .add_extension(x509.BasicConstraints(ca=authority is None, path_length=None), critical=True)
         .add_extension(
-            x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1")), x509.DNSName(name)]),
+            x509.SubjectAlternativeName([*numbers, x509.DNSName(name)]),
             critical=False,
         )
         .sign(issuer_key, hashes.SHA256())
