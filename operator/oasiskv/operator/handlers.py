@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,8 +14,9 @@ from oasiskv.operator.client import IDLE_S, PAGE, WATCH_S, ApiError, Client, Not
 from oasiskv.operator.resources import PROFILES, SERVICES
 
 Key = tuple[str, str]
-AGAIN_S = 5.0
-"""Wait before the kinds are looked for, or kopf is begun, once more."""
+AGAIN_S, LONGEST_S = 5.0, 60.0
+"""Wait before the kinds are looked for, or kopf is begun, once more; the second is the longest, and how often a
+namespace that may not be read is tried again."""
 
 log = logging.getLogger(__name__)
 
@@ -44,23 +46,41 @@ class Handlers:
     async def run(self) -> None:
         """Run until cancelled.
 
-        kopf does not begin to watch kinds that are installed later, and ends when they go. So it is begun when they are
-        there, and anew whenever it has ended; it then tells of every service that there is, so nothing is missed.
+        kopf does not begin to watch kinds that are installed later, and ends when they go, or when one of its
+        namespaces may not be read. So it is begun when the kinds are there, without those namespaces, and anew whenever
+        it has ended; it then tells of every service that there is, so nothing is missed.
         """
+        wait_s = AGAIN_S
         while True:
-            await self._wait_for_kinds()
-            error = await self._watch()
+            namespaces = await self._wait_for_kinds()
+            begin_s = time.monotonic()
+            error = await self._watch(namespaces, LONGEST_S if len(namespaces) < len(self._namespaces) else None)
+            if error is None:
+                continue
+            wait_s = AGAIN_S if time.monotonic() > begin_s + LONGEST_S else min(2 * wait_s, LONGEST_S)
             self.problem = f"watches of services and profiles ended: {error}"
-            log.warning("watches ended", extra={"error": str(error), "again_in_s": AGAIN_S})
-            await asyncio.sleep(AGAIN_S)
+            log.warning("watches ended", extra={"error": str(error), "again_in_s": wait_s})
+            await asyncio.sleep(wait_s)
 
-    async def _wait_for_kinds(self) -> None:
-        while problem := await self._why_not():
+    async def _wait_for_kinds(self) -> Sequence[str]:
+        """Wait until there is something to watch; return the namespaces that may be read, none for all."""
+        while True:
+            problem, namespaces = await self._why_not(), []
+            for namespace in self._namespaces if not problem else ():
+                try:
+                    for resource in (SERVICES, PROFILES):
+                        await self._client.get(resource.path(namespace), limit="1")
+                    namespaces.append(namespace)
+                except ApiError as error:
+                    problem = str(error)
+                    log.warning("cannot watch a namespace", extra={"namespace": namespace, "error": problem})
+            if not problem or namespaces:
+                self.problem = ""
+                return namespaces
             if problem != self.problem:
                 log.warning("cannot watch", extra={"error": problem})
             self.problem = problem
             await asyncio.sleep(AGAIN_S)
-        self.problem = ""
 
     async def _why_not(self) -> str:
         known = set()
@@ -73,8 +93,8 @@ class Handlers:
         lacking = [each.plural for each in (SERVICES, PROFILES) if each.plural not in known]
         return f"expected the API server to know {' and '.join(lacking)}, got no definition" if lacking else ""
 
-    async def _watch(self) -> object:
-        """Run kopf until it ends by itself, and return why."""
+    async def _watch(self, namespaces: Sequence[str], longest_s: float | None) -> object:
+        """Run kopf until it ends by itself, and return why; None where it was ended after a while, as it was told."""
         loop, other, stop = asyncio.get_running_loop(), asyncio.new_event_loop(), asyncio.Event()
         ended: asyncio.Future[object] = loop.create_future()
 
@@ -86,7 +106,7 @@ class Handlers:
             error: object = "kopf gave no reason"
             try:
                 with asyncio.Runner(loop_factory=lambda: other) as runner:
-                    runner.run(self._serve(loop, stop))
+                    runner.run(self._serve(loop, stop, namespaces))
             except Exception as cause:
                 error = cause
             loop.call_soon_threadsafe(end, error)
@@ -94,14 +114,17 @@ class Handlers:
         thread = threading.Thread(target=work, name="kopf", daemon=True)
         thread.start()
         try:
-            return await ended
+            async with asyncio.timeout(longest_s):
+                return await ended
+        except TimeoutError:
+            return None
         finally:
             # A closed loop has nothing to be told.
             with contextlib.suppress(RuntimeError):
                 other.call_soon_threadsafe(stop.set)
             await asyncio.to_thread(thread.join, 10)
 
-    async def _serve(self, loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
+    async def _serve(self, loop: asyncio.AbstractEventLoop, stop: asyncio.Event, namespaces: Sequence[str]) -> None:
         registry = kopf.OperatorRegistry()
 
         @kopf.on.login(registry=registry)
@@ -120,8 +143,8 @@ class Handlers:
             registry=registry,
             settings=_settings(),
             standalone=True,
-            clusterwide=not self._namespaces,
-            namespaces=list(self._namespaces),
+            clusterwide=not namespaces,
+            namespaces=list(namespaces),
             # Of its own loop: waiting for a flag of threads takes a thread, for which a loop that ends would wait.
             stop_flag=stop,
         )

@@ -164,13 +164,13 @@ class Process:
         """Give every service a turn now and then, also one whose events were lost."""
         while not self._stop.is_set():
             found = set(self._shell.services)
-            try:
-                scopes: Sequence[str | None] = self._options.namespaces or (None,)
-                for scope in scopes:
+            scopes: Sequence[str | None] = self._options.namespaces or (None,)
+            for scope in scopes:
+                try:
                     async for page in self._client.pages(SERVICES.path(scope)):
                         found |= {(each["metadata"]["namespace"], each["metadata"]["name"]) for each in page["items"]}
-            except ApiError as error:
-                log.warning("cannot list services", extra={"error": str(error)})
+                except ApiError as error:
+                    log.warning("cannot list services", extra={"namespace": scope or "all", "error": str(error)})
             for key in found:
                 self._wakes.wake(key)
             await pause(self._options.resync_s, self._stop)
@@ -207,4 +207,4 @@ class Process:
             return "the cluster is not read yet"
         if not self._is_leading:
             return f"waits for the lease, which {self._lease.other or 'nobody'} holds"
-        return self._handlers.problem
+        return self._handlers.problem or self._store.why_blind()

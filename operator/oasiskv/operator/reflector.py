@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import aclosing
 from typing import Any, Generic, TypeVar
 
-from oasiskv.operator.client import ApiError, BusyError, Client, ExpiredError
+from oasiskv.operator.client import ApiError, BusyError, Client, ExpiredError, RefusedError
 
 Kept = TypeVar("Kept")
 Key = tuple[str, str]
@@ -44,6 +44,10 @@ class Reflector(Generic[Kept]):
         """Also of some that were deleted, so that a late answer to a write does not bring them back."""
         self.items: dict[Key, Kept] = {}
         self.is_synced = asyncio.Event()
+        self.has_answer = asyncio.Event()
+        """Whether the copy is there, or was refused."""
+        self.refused = ""
+        """Why the API server does not let it be read, as far as that is known; empty if it does."""
         self.last_news_s = time.monotonic()
         """When the API server was last heard of."""
 
@@ -55,6 +59,8 @@ class Reflector(Generic[Kept]):
                 if not self._version:
                     self._version = await self._list()
                     self.is_synced.set()
+                    self.has_answer.set()
+                    self.refused = ""
                 await self._watch()
                 pause_s = FIRST_PAUSE_S
                 continue
@@ -68,6 +74,10 @@ class Reflector(Generic[Kept]):
                     pause_s = max(pause_s, error.retry_after_s)
                 else:
                     self._version = ""
+                if isinstance(error, RefusedError):
+                    # No silence, and none that a process that is started anew would end.
+                    self.refused, self.last_news_s = str(error), time.monotonic()
+                    self.has_answer.set()
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 

@@ -118,6 +118,8 @@ class Shell:
         if "deletionTimestamp" in service["metadata"]:
             return None
         self.services.add(key)
+        if refused := self._store.unreadable(key[0]):
+            raise RefusedError(refused)
         if self._claims is not None and (other := await self._claims.take(key[0])):
             await self._leave(key, service, self._claims.identity, other)
             return RENEW_S

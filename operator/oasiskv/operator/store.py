@@ -82,9 +82,24 @@ class Store:
                 await self._remove(resource)
         # A kind counts as known once its objects were read: none read would look like none there.
         for reflector, _ in list(self._reflectors.values()):
-            await reflector.is_synced.wait()
+            await reflector.has_answer.wait()
         self.kinds = frozenset(found)
         return before != self.kinds
+
+    def unreadable(self, namespace: str) -> str:
+        """Return why services of a namespace cannot be looked after: what may not be read there; empty if all may.
+
+        What was not read would look like what is not there.
+        """
+        refused = (
+            reflector.refused for (_, scope), (reflector, _) in self._reflectors.items() if scope in (None, namespace)
+        )
+        return next(filter(None, refused), "")
+
+    def why_blind(self) -> str:
+        """Return why nothing at all can be looked after; empty if services of some namespace can."""
+        reasons = [self.unreadable(scope or "") for scope in self._scopes]
+        return reasons[0] if all(reasons) else ""
 
     def children(self, key: Key, uid: str) -> Mapping[Ref, Object]:
         """Return the objects that a service owns."""

@@ -302,6 +302,27 @@ def test_a_broken_server_is_asked_ever_less_often_and_in_the_end_everything_is_t
     run(test)
 
 
+def test_a_kind_that_may_not_be_read_is_no_kind_without_objects() -> None:
+    async def test(bench: Bench) -> None:
+        bench.api.fail("GET", "/statefulsets", 403, left=10**6)
+        bench.store = Store(bench.api.client, (), True, lambda key: None)
+        bench.shell = bench.make_shell()
+        await bench.start()  # does not wait for it
+        try:
+            assert await bench.turn() is not None
+            assert bench.writes() == []
+            assert "told to fail" in bench.store.why_blind()
+            assert bench.store.ages_s()["StatefulSet"] < 1  # no silence, of which a new process would cure
+            bench.api.failures.clear()
+            await bench.until(lambda: not bench.store.why_blind())
+            await bench.turn()
+            assert bench.writes() != []
+        finally:
+            await bench.store.stop()
+
+    run(test)
+
+
 def test_a_mistake_of_the_operator_is_logged_and_the_service_tried_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
