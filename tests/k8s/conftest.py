@@ -1,5 +1,5 @@
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -7,7 +7,9 @@ import pytest
 from oasiskv.operator.testing_cluster import ALL, ControlPlane
 from oasiskv.operator.testing_helm import Helm, helms
 from oasiskv.operator.testing_operator import OperatorProcess
+from oasiskv.operator.testing_pods import put_secret
 from oasiskv.operator.testing_server import BINARIES, ApiServer
+from oasiskv.services.rpc.testing import make_certificate
 
 NUM_NODES = 100
 
@@ -79,6 +81,18 @@ def chart(tmp_path_factory: pytest.TempPathFactory) -> Helm:
     if not found:
         _missing("helm: expected helm, helm3 or helm4 in KUBEBUILDER_ASSETS or PATH, got none")
     return Helm(found[0], tmp_path_factory.mktemp("chart"))
+
+
+@pytest.fixture
+def certify(plane: ControlPlane) -> Callable[..., None]:
+    """Return what makes a certificate, of an authority of its own, and puts it into the Secret that a service mounts."""
+
+    def certify(namespace: str, folder: Path, name: str, addresses: Sequence[str] = ()) -> None:
+        folder.mkdir()
+        make_certificate(folder, name, make_certificate(folder, "authority"), addresses=addresses)
+        put_secret(plane, namespace, folder, name)
+
+    return certify
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """Real services as the pods of a rendered OasisKVService: requests go from KServe's Service to tokens."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from oasiskv.operator.testing_cluster import ControlPlane
 from oasiskv.operator.testing_helm import Helm
 from oasiskv.operator.testing_kubelet import FakeKubelet
 from oasiskv.operator.testing_operator import Start, chart_role, condition, forbidden, wait_for
-from oasiskv.operator.testing_pods import SECRET, infer, put_certificate, small_service, volume
+from oasiskv.operator.testing_pods import SECRET, infer, small_service, volume
 from oasiskv.protos.inference.v2 import inference_pb2, inference_pb2_grpc
 from oasiskv.services.rpc.testing import tls_files
 from oasiskv.services.rpc.tls import channel_credentials
@@ -129,6 +129,7 @@ def test_requests_go_through_kserve_decode_prefill_and_staging_as_the_operator_r
     start: Start,
     kubelet: FakeKubelet,
     namespace: str,
+    certify: Callable[..., None],
     backend: EngineProcess,
     tmp_path: Path,
 ) -> None:
@@ -142,7 +143,7 @@ def test_requests_go_through_kserve_decode_prefill_and_staging_as_the_operator_r
     wait_for(lambda: kv_generation(plane, namespace), "a KV generation")
     services = [f"chat-{role}-{kv_generation(plane, namespace)}" for role in ("prefill", "staging")]
     addresses = [kubelet.address(namespace, service) for service in services]
-    put_certificate(plane, namespace, tmp_path / "tls", "peer", addresses)
+    certify(namespace, tmp_path / "tls", "peer", addresses)
 
     def is_ready() -> bool:
         assert kubelet.errors == []

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from oasiskv.operator.settings import METRICS_PORT, STAGING_PORT
 from oasiskv.operator.testing_cluster import NODE_SIZE, ControlPlane
 from oasiskv.operator.testing_kubelet import LABEL, FakeKubelet
 from oasiskv.operator.testing_operator import Start, is_settled, sample, wait_for
-from oasiskv.operator.testing_pods import SECRET, put_certificate
+from oasiskv.operator.testing_pods import SECRET
 from oasiskv.protos.staging.v1 import staging_pb2, staging_pb2_grpc
 from oasiskv.services.clients.staging import StagingClient
 from oasiskv.services.rpc.testing import tls_files
@@ -61,7 +61,12 @@ def is_answered(address: str, name: str, credentials: grpc.ChannelCredentials) -
 
 
 def test_staging_answers_who_shows_a_certificate_and_a_renewed_one_needs_no_restart(
-    plane: ControlPlane, cluster_admin: Path, start: Start, kubelet: FakeKubelet, tmp_path: Path
+    plane: ControlPlane,
+    cluster_admin: Path,
+    start: Start,
+    kubelet: FakeKubelet,
+    certify: Callable[..., None],
+    tmp_path: Path,
 ) -> None:
     namespace = "certificates"
     plane.check("create", "namespace", namespace)
@@ -76,7 +81,7 @@ def test_staging_answers_who_shows_a_certificate_and_a_renewed_one_needs_no_rest
     service = f"chat-staging-{status()['kvGeneration']}"
     name = f"{service}.{namespace}.svc"
     folders = {which: tmp_path / which for which in ("first", "renewed")}
-    put_certificate(plane, namespace, folders["first"], name)
+    certify(namespace, folders["first"], name)
     wait_for(lambda: is_settled(plane, namespace, "chat"), "staging to be ready", 120)
     address = kubelet.where(namespace, service, STAGING_PORT)
     first = channel_credentials(tls_files(folders["first"], name))
@@ -89,7 +94,7 @@ def test_staging_answers_who_shows_a_certificate_and_a_renewed_one_needs_no_rest
     assert (told["role"], told["rdma"]["path"]) == ("staging", "stream")  # as `network.fabric` says
     assert told["rdma"]["problem"]
 
-    put_certificate(plane, namespace, folders["renewed"], name)
+    certify(namespace, folders["renewed"], name)
     renewed = channel_credentials(tls_files(folders["renewed"], name))
     wait_for(lambda: is_answered(address, name, renewed), "the renewed certificate to be used")
     assert not is_answered(address, name, first)

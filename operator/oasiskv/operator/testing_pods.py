@@ -1,7 +1,6 @@
-"""Services whose pods are real processes, for tests: their volume, their certificate and requests to them."""
+"""Services whose pods are real processes, for tests: their volume, their Secret and requests to them."""
 
 import base64
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import httpx
 from oasiskv.operator.testing_cluster import ControlPlane
 from oasiskv.operator.testing_kubelet import LABEL
 from oasiskv.operator.testing_operator import sample
-from oasiskv.services.rpc.testing import make_certificate
 
 SECRET = "mine"
 
@@ -61,20 +59,11 @@ def small_service(namespace: str, model: dict[str, Any], engine: dict[str, Any],
 
 
 def put_secret(plane: ControlPlane, namespace: str, folder: Path, name: str) -> None:
-    """Put a certificate that `make_certificate` made into the Secret that a service mounts."""
+    """Put a certificate, its key and that of its authority, from files, into the Secret that a service mounts."""
     files = {"tls.crt": f"{name}.pem", "tls.key": f"{name}.key", "ca.crt": "authority.pem"}
     data = {key: base64.b64encode((folder / file).read_bytes()).decode() for key, file in files.items()}
     metadata = {"name": SECRET, "namespace": namespace}
     plane.put([{"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "data": data}])
-
-
-def put_certificate(
-    plane: ControlPlane, namespace: str, folder: Path, name: str, addresses: Sequence[str] = ()
-) -> None:
-    """Make a certificate of an authority of its own for a name and addresses, and put it into the Secret."""
-    folder.mkdir()
-    make_certificate(folder, name, make_certificate(folder, "authority"), addresses=addresses)
-    put_secret(plane, namespace, folder, name)
 
 
 def infer(url: str, model: str, text: str, num_tokens: int, timeout_s: float = 300) -> dict[str, Any]:

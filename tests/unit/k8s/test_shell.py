@@ -1,9 +1,7 @@
 """What a turn does about every kind of answer of the API server, and that it writes no more than it has to."""
 
-import asyncio
 import copy
 import json
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -11,77 +9,14 @@ from prometheus_client import generate_latest
 
 from oasiskv.operator import shell as shell_module
 from oasiskv.operator.asks import Asks
-from oasiskv.operator.claims import RENEW_S, Claims
+from oasiskv.operator.claims import RENEW_S
 from oasiskv.operator.metrics import Metrics
 from oasiskv.operator.observe import Pod
-from oasiskv.operator.resources import CHILDREN, PODS, SERVICES
-from oasiskv.operator.shell import FIRST_S, LOAD_S, LONGEST_S, RDMA_S, REFUSED_S, REVERT_S, Shell
+from oasiskv.operator.resources import CHILDREN, PODS
+from oasiskv.operator.shell import FIRST_S, LOAD_S, LONGEST_S, RDMA_S, REFUSED_S, REVERT_S
 from oasiskv.operator.store import Store
 from oasiskv.operator.testing import service
-from oasiskv.operator.testing_fake import FakeApi
-
-KEY = ("llm", "chat")
-PATH = SERVICES.path(*KEY)
-
-
-class Bench:
-    """A shell over an API server in memory."""
-
-    def __init__(self, api: FakeApi) -> None:
-        self.api, self.woken, self.may_write = api, [0], True
-        self.metrics = Metrics()
-        self.asks = Asks()
-        self.store = Store(api.client, (), True, lambda key: self.woken.append(0))
-        self.shell = self.make_shell()
-
-    def make_shell(self, operator: str = "") -> Shell:
-        now, claims = "2026-01-01T00:00:00Z", Claims(self.api.client, operator) if operator else None
-        return Shell(self.api.client, self.store, self.metrics, self.asks, lambda: self.may_write, lambda: now, claims)
-
-    async def start(self) -> None:
-        self.store.start()
-        await self.store.look_for_kinds()
-
-    async def turn(self) -> float | None:
-        self.api.calls.clear()
-        return await self.shell.turn(KEY)
-
-    async def until(self, what: Callable[[], bool]) -> None:
-        async with asyncio.timeout(30):
-            while not what():
-                await asyncio.sleep(0.005)
-
-    def writes(self) -> list[tuple[str, str]]:
-        """Return what was written, but for Events."""
-        return [call for call in self.api.calls if call[0] != "GET" and "/events" not in call[1]]
-
-    def events(self) -> dict[str, dict[str, Any]]:
-        """Return Events by reason."""
-        found = [made for path, made in self.api.objects.items() if "/events/" in path]
-        assert len({each["reason"] for each in found}) == len(found)
-        return {each["reason"]: each for each in found}
-
-    def condition(self, kind: str) -> dict[str, Any]:
-        found: dict[str, Any] = next(
-            each for each in self.api.objects[PATH]["status"]["conditions"] if each["type"] == kind
-        )
-        return found
-
-
-def run(test: Callable[[Bench], Awaitable[None]]) -> None:
-    async def main() -> None:
-        async with FakeApi() as api:
-            api.groups = {"serving.kserve.io/v1beta1"}
-            api.put(service())
-            bench = Bench(api)
-            await bench.start()
-            try:
-                await test(bench)
-            finally:
-                await bench.asks.close()
-                await bench.store.stop()
-
-    asyncio.run(main())
+from oasiskv.operator.testing_shell import KEY, PATH, Bench, run
 
 
 def test_everything_is_written_and_a_second_turn_writes_nothing() -> None:
