@@ -85,7 +85,7 @@ def chart(tmp_path_factory: pytest.TempPathFactory) -> Helm:
 
 @pytest.fixture
 def certify(plane: ControlPlane) -> Callable[..., None]:
-    """Return what makes a certificate, of an authority of its own, and puts it into the Secret that a service mounts."""
+    """Return what makes a certificate, of an authority of its own, and puts it into the Secret that pods mount."""
 
     def certify(namespace: str, folder: Path, name: str, addresses: Sequence[str] = ()) -> None:
         folder.mkdir()
