@@ -46,13 +46,13 @@ help: ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 	@echo 'variables: PYTHON= interpreter, MODEL= model folder, ENGINE= cpu or cuda, ARGS= for pytest, protos and bench, TORCH_INDEX='
 
-install: $(READY) ## set up the environment; the first time takes a few minutes and 3.5 GB
+install: $(READY) ## set up the environment; the first time takes a few minutes and 4.5 GB
 
 .venv/ready: pyproject.toml
 	@test -n "$(PYTHON)" || { echo 'error: no Python 3.11 or 3.12 found; name one with PYTHON=' >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12) and \
 		"error: PYTHON: expected Python 3.11 or 3.12, got " + sys.version.split()[0] + " (" + sys.executable + ")")'
-	@echo 'Setting up .venv with vLLM for $(ENGINE): about 3 minutes and 3.5 GB the first time.'
+	@echo 'Setting up .venv with vLLM for $(ENGINE): about 3 minutes and 4.5 GB the first time.'
 	$(PYTHON) -m venv .venv
 	$(PY) -m pip install --upgrade pip
 	@install() { echo "pip install $$*"; $(PY) -m pip install "$$@"; }; \
