@@ -20,6 +20,8 @@ from oasiskv.kernels.complete import kernel as complete
 from oasiskv.kernels.flags import Clock, Flags
 from oasiskv.kernels.formats import FP8, wide_dtypes
 from oasiskv.kernels.fp8 import kernel as fp8
+from oasiskv.kernels.misses import Mailbox
+from oasiskv.kernels.misses import kernel as misses
 from oasiskv.kernels.plan import kernel as plan
 from oasiskv.kernels.predict import kernel as predict
 from oasiskv.kernels.publish import kernel as publish
@@ -98,11 +100,18 @@ torch.zeros = lambda *size, pin_memory=False, **kwargs: zeros(*size, **kwargs)
 label, waited = "order", zeros(layers, len(Waited), dtype=torch.int64)
 Flags(torch.device("cpu"), layers, 30.0).await_done(1, zeros(layers, 8, len(Counter), dtype=torch.int64))
 Clock(waited)
+cache, resident = zeros(8, 8, 16, 256, dtype=torch.bfloat16), ids(layers, slots, 8, budget)
+box = Mailbox.of(ids(layers, slots, 8, 6, 2), resident, cache)
+misses.ask(
+    plans, rows, tables[2], resident[1], tables[0], cache, box.asked, box.answered, box.num_rows, box.sizes,
+    box.rows[1], box.plan[1], box.resident[1], box.updates[1], box.bounced[1], box.units[1], box.counts, box.failed,
+    box.told, 1, 30.0,
+)
 print(json.dumps([triton.__version__, found]))
 """
 
 KERNELS = {
-    "_complete", "_keep", "_plan", "_predict", "_publish", "_round_blocks", "_select", "_store", "_store_fp8",
+    "_ask", "_complete", "_keep", "_plan", "_predict", "_publish", "_round_blocks", "_select", "_store", "_store_fp8",
     "_summarize", "_transfer", "add_busy", "add_wait", "await_count", "await_done", "note", "raise_count",
 }  # fmt: skip
 HOPPER_SHARED_BYTES = 227 * 1024

@@ -20,6 +20,8 @@ from oasiskv.core.host_memory import fp8_part_bytes
 from oasiskv.engine import switch
 from oasiskv.kernels.complete import kernel as complete
 from oasiskv.kernels.fp8 import kernel as fp8
+from oasiskv.kernels.misses import Mailbox
+from oasiskv.kernels.misses import kernel as misses
 from oasiskv.kernels.plan import kernel as plan
 from oasiskv.kernels.predict import kernel as predict
 from oasiskv.kernels.publish import kernel as publish
@@ -57,6 +59,7 @@ resident, stamp = ids(layers, slots, 3, budget), ids(layers, slots, 3, budget)
 chosen, blocks, scores = ids(slots, 3, 4, 2), ids(slots, 3, budget), torch.zeros(slots, 3, budget)
 rows, query = ids(slots, len(Row)), torch.zeros(slots, 9, 64).bfloat16()
 counts = torch.stack([counters(shape)] * layers)
+box, absent = Mailbox.of(torch.stack([chosen] * layers), resident, cache), ids(layers, slots, 65)
 for n in (1, 2, 3, 4, 15, 16, 17, 32):
     for first in range(5):
         for layer in (0, 1, 2, 3, 16):
@@ -79,6 +82,11 @@ for n in (1, 2, 3, 4, 15, 16, 17, 32):
             transfer.transfer(pool, layer, cache, chosen[:n], rows[:n], tables[2], tables[0])
         predict.predict(query, rows[:n], cache, tables[1], blocks[:n], scores[:n], shape.layout, 0.25, "max", 0.1, 1)
         select.select(blocks[:n], scores[:n], rows[:n], *here, chosen, counts[layer])
+        misses.ask(
+            chosen[:n], rows[:n], absent[layer], resident[layer], tables[0], cache, box.asked, box.answered,
+            box.num_rows, box.sizes, box.rows[layer], box.plan[layer], box.resident[layer], box.updates[layer],
+            box.bounced[layer], box.units[layer], box.counts, box.failed, box.told, layer, 30.0,
+        )
 
 
 def fill(query, row, staging, pages, out, scores, **settings):
@@ -104,5 +112,5 @@ def test_no_kernel_is_compiled_again_for_another_step_layer_or_request() -> None
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout)
-    assert len(seen) == 14
+    assert len(seen) == 15
     assert {name: len(keys) for name, keys in seen.items()} == dict.fromkeys(seen, 1)

@@ -130,14 +130,14 @@ class FetchedBlocks:
             if (num_missing := len(indices) - len(free)) > 0:
                 taken = torch.nonzero((held >= 0) & ~is_resident).flatten()
                 victims = taken[used_at[taken].argsort(stable=True)][:num_missing]
-                self.absent[layer, slot, held[victims]] = True
+                self._note_absent(layer, slot, held[victims])
                 held[victims] = -1
                 free = torch.cat([free, victims])
             places = free[: len(indices)]
             kept = indices[: len(places)]
             held[places], used_at[places] = kept, self._clock
             self._pool.units[room.host_ids[places], layer] = blocks[: len(places)]
-            self.table(layer)[slot, kept] = room.host_ids[places].int()
+            self._note(layer, slot, kept, room.host_ids[places])
             self.absent[layer, slot, kept] = False
 
     def _shrink(self, room: _Room, slot: int, layer: int, num_kept: int) -> None:
@@ -145,18 +145,26 @@ class FetchedBlocks:
         held, used_at = room.held[layer, : room.size], room.used_at[layer, : room.size]
         filled = torch.nonzero(held >= 0).flatten()
         filled = filled[used_at[filled].argsort(descending=True, stable=True)]
-        self.absent[layer, slot, held[filled[num_kept:]]] = True
+        self._note_absent(layer, slot, held[filled[num_kept:]])
         moved = filled[:num_kept][filled[:num_kept] >= num_kept]
         is_free = torch.ones(num_kept, dtype=torch.bool)
         is_free[filled[:num_kept][filled[:num_kept] < num_kept]] = False
         places = torch.nonzero(is_free).flatten()[: len(moved)]
         units = self._pool.units
         units[room.host_ids[places], layer] = units[room.host_ids[moved], layer]
-        self.table(layer)[slot, held[moved]] = room.host_ids[places].int()
+        self._note(layer, slot, held[moved], room.host_ids[places])
         is_free[places] = False
         held[places], used_at[places] = held[moved], used_at[moved]
         held[:num_kept][is_free] = -1
         held[num_kept:] = -1
+
+    def _note(self, layer: int, slot: int, indices: torch.Tensor, host_ids: torch.Tensor) -> None:
+        """Note where a layer's parts of blocks lie, `int64[n]` both."""
+        self.table(layer)[slot, indices] = host_ids.int()
+
+    def _note_absent(self, layer: int, slot: int, indices: torch.Tensor) -> None:
+        """Note that a layer's parts of blocks are not here any more, `int64[n]`."""
+        self.absent[layer, slot, indices] = True
 
     def take_wanted(self) -> dict[int, int]:
         """Return the most blocks that a layer fetched so far, of the slots where it is more than at the last call."""

@@ -28,14 +28,17 @@ MAX_UNDERWAY_BYTES = 256 * 2**20
 """Copies of staged bytes that wait to be written; the engine waits when there are more, so that they stay bounded."""
 
 
-def check_can_hand_over(config: LookaheadConfig, shape: CacheShape, device: torch.device) -> None:
+def check_can_hand_over(config: LookaheadConfig, shape: CacheShape, device: torch.device, *, asks: bool) -> None:
     """Refuse handovers where they do not work.
 
     Raises:
         UnsupportedError: They do not.
     """
-    if device.type != "cpu":
-        raise UnsupportedError(f"device: expected cpu, the only one with handovers yet, got {device.type}")
+    if device.type != "cpu" and not asks:
+        raise UnsupportedError(
+            "kv_connector_extra_config: expected handover = true, without which no request is handed over on "
+            f"{device.type}, got none"
+        )
     if shape.is_fp8:
         raise UnsupportedError("host_dtype: expected auto where requests are handed over, got fp8")
     if shape.dtype == FP8:
@@ -198,8 +201,19 @@ class Outbox:
         """Say whether the request's KV goes to staging."""
         return request_id in self._leases
 
-    def store(self, blocks: StagedBlocks, request_id: str, slot: int, first: int, end: int) -> None:
-        """Put blocks that were just written through."""
+    def store(
+        self, blocks: StagedBlocks, request_id: str, slot: int, table: torch.Tensor, first: int, end: int
+    ) -> None:
+        """Put blocks that were just written through.
+
+        Args:
+            blocks: The way to staging.
+            request_id: The request.
+            slot: Its slot.
+            table: `int32[max_blocks]`: its block table.
+            first: Of the blocks.
+            end: Of the blocks.
+        """
         step = max(1, MAX_UNDERWAY_BYTES // 4 // self._shape.host_block_bytes)
         for start in range(max(first, self._num_there[request_id]), end, step):
             indices = range(start, min(start + step, end))
@@ -271,17 +285,24 @@ class Outbox:
         """Return what was counted since the start."""
         return {"staged_bytes": self.staged_bytes}
 
+    def stop(self) -> None:
+        """End what runs beside the steps."""
+
     def discard(self, lease: str) -> None:
         """Forget a handover that nobody waits for any more."""
         self._writes.pop(lease, None)
         self._complete.discard(lease)
 
     def _put(self, blocks: StagedBlocks, request_id: str, indices: range, first_layer: int, data: torch.Tensor) -> None:
-        write = blocks.put(self._leases[request_id], indices, first_layer, data)
-        self._writes[self._leases[request_id]].append(write)
-        self._underway.append((write, data.nbytes))
-        self._underway_bytes += data.nbytes
-        self.staged_bytes += data.nbytes
+        lease = self._leases[request_id]
+        self._note(lease, blocks.put(lease, indices, first_layer, data), data.nbytes)
+
+    def _note(self, lease: str, write: "Future[None]", num_bytes: int) -> None:
+        """Take note of a write, and wait for older ones while too much is under way."""
+        self._writes[lease].append(write)
+        self._underway.append((write, num_bytes))
+        self._underway_bytes += num_bytes
+        self.staged_bytes += num_bytes
         while self._underway and (self._underway_bytes > MAX_UNDERWAY_BYTES or self._underway[0][0].done()):
             oldest, num_bytes = self._underway.popleft()
             oldest.exception()  # waits; whoever takes the handover hears of it

@@ -13,7 +13,7 @@ import torch
 
 from oasiskv.core.commands import Admission, Prefix
 from oasiskv.core.config import LookaheadConfig
-from oasiskv.core.errors import CorruptBlockError, OasisError
+from oasiskv.core.errors import CorruptBlockError, OasisError, TransferTimeoutError
 from oasiskv.core.handover import HandoverLayout
 from oasiskv.engine.fetched import FetchedBlocks
 from oasiskv.engine.handover import StagedBlocks
@@ -66,12 +66,16 @@ class Ended:
 
 
 @dataclass(slots=True)
-class _Underway:
+class Underway:
+    """What an `Inbox` knows of a request that comes."""
+
     arrival: Arrival | Loading
     reads: Reads | None = field(default=None, repr=False)
     is_cancelled: bool = False
     is_over: bool = False
     error: Exception | None = None
+    step: int = 0
+    """Whose orders it was in."""
 
 
 class Inbox:
@@ -104,10 +108,11 @@ class Inbox:
         self._brings_all = config.handover_mode == "full"
         self._leases: dict[int, str] = {}
         self._names: dict[int, str] = {}
-        self._underway: dict[int, _Underway] = {}
+        self._first_block: dict[int, int] = {}
+        self._underway: dict[int, Underway] = {}
         self._failed: dict[int, OasisError] = {}
         self._told: set[int] = set()
-        self.fetched = FetchedBlocks(shape.num_layers, sets.host_table, pool)
+        self.fetched = self._make_fetched(pool)
         self.num_admitted = 0
         self.admitted_bytes = 0
         """Fetched when requests were admitted."""
@@ -128,14 +133,15 @@ class Inbox:
         self.num_admitted += 1
         self.full_bytes += (layout.num_complete + layout.has_active) * self._shape.host_block_bytes
         self._leases[slot], self._names[slot] = arrival.lease, arrival.request_id
+        self._first_block[slot] = admission.block_ids[0]
         self.fetched.open(slot, layout.num_complete)
-        self._underway[slot] = _Underway(arrival)
+        self._underway[slot] = Underway(arrival)
         return layout.num_complete
 
     def open_loading(self, loading: Loading) -> None:
         """Take note of a request whose first blocks come; it computes the others here."""
         self._leases[loading.slot] = loading.prefix.lease
-        self._underway[loading.slot] = _Underway(loading)
+        self._underway[loading.slot] = Underway(loading)
 
     def start(self, blocks: StagedBlocks, slot: int) -> None:
         """Begin to bring what a request begins with."""
@@ -147,6 +153,18 @@ class Inbox:
     def is_arriving(self, slot: int) -> bool:
         """Say whether the request in a slot was not returned by `take_arrived` yet."""
         return slot in self._underway
+
+    def note_step(self, step: int) -> None:
+        """Note which step the orders are of that come next."""
+
+    def quiesce(self) -> None:
+        """Wait until nothing that was begun reads or writes host memory of requests; a fence was set before."""
+
+    def check(self) -> None:
+        """Raise what went wrong beside the steps, if something did."""
+
+    def stop(self) -> None:
+        """End what runs beside the steps; nothing is fetched any more."""
 
     def cancel(self, slot: int) -> None:
         """Let a request that is arriving come no further; `take_arrived` says when nothing writes for it any more."""
@@ -182,6 +200,7 @@ class Inbox:
         """Forget the request in a slot, and return the lease that it read under, if any."""
         lease = self._leases.pop(slot, None)
         self._names.pop(slot, None)
+        self._first_block.pop(slot, None)
         self._failed.pop(slot, None)
         self._told.discard(slot)
         if lease is not None:
@@ -204,19 +223,14 @@ class Inbox:
             return plan
         row, head, entry = torch.nonzero(plan[..., 0] >= 0, as_tuple=True)
         owners, indices = rows[row, Row.REQUEST].long(), plan[row, head, entry, 0].long()
-        is_absent = self.fetched.absent[layer, owners, indices]
-        absent_owners, absent = owners[is_absent], indices[is_absent]
-        slots = [slot for slot in _distinct(absent_owners).tolist() if slot not in self._failed]
-        wanted = [(slot, _distinct(absent[absent_owners == slot])) for slot in slots]
+        wanted = self._absent_of(layer, owners, indices)
         if not wanted:
             return plan
         came = list(self._fetch(blocks, layer, wanted))
-        self.missed_blocks[layer] += sum(len(found) for _, found in wanted)
-        self.missed_bytes[layer] += sum(out.nbytes for _, _, out in came)
         left = plan.clone()
         engine_ids, kv_cache = self._sets.slot_ids.long(), self._kv_caches[layer]
         for slot, found, out in came:
-            self.fetched.keep(layer, slot, found, out[:, 0], self._resident(layer, slot))
+            self._keep(layer, slot, found, out[:, 0], self._resident(layer, slot))
             mine = (owners == slot) & self.fetched.absent[layer, slot, indices]
             place = torch.searchsorted(found, indices[mine])
             target = engine_ids[slot, plan[row[mine], head[mine], entry[mine], 1].long()]
@@ -250,13 +264,13 @@ class Inbox:
         failed = self.take_failed()
         for error in failed.values():
             logger.warning("a request ends, for its KV did not come from staging: %s", error)
-        return {int(self._sets.slot_ids[slot, 0]) for slot in failed}
+        return {self._first_block[slot] for slot in failed}
 
     def take_wanted(self) -> dict[str, int]:
         """Return the blocks that requests fetched so far in the layer with most, where it is more than before."""
         return {self._names[slot]: wanted for slot, wanted in self.fetched.take_wanted().items()}
 
-    def _go_on(self, underway: _Underway) -> None:
+    def _go_on(self, underway: Underway) -> None:
         """Run a request's reads until one takes time; the thread that ends it goes on from there."""
         assert underway.reads is not None
         try:
@@ -276,7 +290,7 @@ class Inbox:
         """Bring everything that a request begins with; yields each read before its bytes are looked at."""
         shape, sets, layout = self._shape, self._sets, arrival.layout
         chosen = yield from self._bring_map(blocks, arrival)
-        sets.resident[:, arrival.slot] = chosen
+        sets.resident[:, arrival.slot] = chosen.to(sets.resident.device)
         targets = sets.page_ids[arrival.slot, : layout.num_pages].tolist()
         indices = list(layout.pages)
         if layout.has_active:
@@ -284,15 +298,16 @@ class Inbox:
             indices.append(layout.active)
         held = yield from self._read(blocks, arrival.lease, indices, 0, shape.num_layers)
         for layer, kv_cache in enumerate(self._kv_caches):
-            kv_cache[targets] = held[:, layer]
+            kv_cache[targets] = held[:, layer].to(kv_cache.device)
         heads = torch.arange(shape.num_kv_heads)[:, None]
         slot_ids = sets.slot_ids[arrival.slot].long()[None]
         for layer, kv_cache in enumerate(self._kv_caches):
-            first_set = _distinct(chosen[layer].long())
+            first_set = distinct(chosen[layer].long())
             wanted = torch.arange(layout.num_complete) if self._brings_all else first_set
             out = yield from self._read(blocks, arrival.lease, wanted.tolist(), layer, 1)
-            kv_cache[slot_ids, heads] = out[torch.searchsorted(wanted, chosen[layer].long()), 0, heads]
-            self.fetched.keep(layer, arrival.slot, wanted, out[:, 0], first_set)
+            units = out[torch.searchsorted(wanted, chosen[layer].long()), 0, heads]
+            kv_cache[slot_ids, heads.to(kv_cache.device)] = units.to(kv_cache.device)
+            self._keep(layer, arrival.slot, wanted, out[:, 0], first_set)
 
     def _load(self, blocks: StagedBlocks, loading: Loading) -> Reads:
         """Bring the first blocks of a prompt, a few at a time, so that buffers stay small."""
@@ -307,7 +322,7 @@ class Inbox:
             self.loaded_bytes += out.nbytes
             targets = list(prefix.block_ids[indices.start : indices.stop])
             for layer, kv_cache in enumerate(self._kv_caches):
-                kv_cache[targets] = out[:, layer]
+                kv_cache[targets] = out[:, layer].to(kv_cache.device)
 
     def _bring_map(self, blocks: StagedBlocks, arrival: Arrival) -> Generator["Future[None]", None, torch.Tensor]:
         """Bring the blocks of the first working set, `int32[num_layers, num_kv_heads, budget]`."""
@@ -340,7 +355,11 @@ class Inbox:
         return out
 
     def _fetch(
-        self, blocks: StagedBlocks, layer: int, wanted: Sequence[tuple[int, torch.Tensor]]
+        self,
+        blocks: StagedBlocks,
+        layer: int,
+        wanted: Sequence[tuple[int, torch.Tensor]],
+        timeout_s: float | None = None,
     ) -> Iterable[tuple[int, torch.Tensor, torch.Tensor]]:
         """Fetch blocks of a layer, all reads at once; requests that lack some are failed.
 
@@ -348,6 +367,7 @@ class Inbox:
             blocks: The way to staging.
             layer: The layer.
             wanted: Request slot and block indices, `int64[n]`.
+            timeout_s: Longest wait for a read; None for as long as it takes.
 
         Yields:
             Those of `wanted` that came, with their bytes.
@@ -355,17 +375,43 @@ class Inbox:
         reads = []
         for slot, indices in wanted:
             out = self._buffer(len(indices), 1)
-            reads.append((slot, indices, out, blocks.fetch(self._leases[slot], indices.tolist(), layer, out)))
+            lease = self._leases.get(slot, "")
+            reads.append((slot, indices, out, blocks.fetch(lease, indices.tolist(), layer, out)))
+        self.missed_blocks[layer] += sum(len(indices) for _, indices in wanted)
         for slot, indices, out, read in reads:
-            if (error := read.exception()) is None:
+            if (error := _outcome(read, timeout_s)) is None:
+                self.missed_bytes[layer] += out.nbytes
                 yield slot, indices, out
             elif isinstance(error, OasisError):
-                self._failed.setdefault(slot, error)
+                self._fail(slot, error)
             else:
                 raise error
 
+    def _fail(self, slot: int, error: OasisError) -> None:
+        self._failed.setdefault(slot, error)
+
+    def _absent_of(self, layer: int, owners: torch.Tensor, indices: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+        """Return which of a layer's blocks are to be fetched, by request slot; those of failed requests are not.
+
+        Args:
+            layer: The layer.
+            owners: `int64[n]`: request slots.
+            indices: `int64[n]`: block indices.
+        """
+        is_absent = self.fetched.absent[layer, owners, indices]
+        absent_owners, absent = owners[is_absent], indices[is_absent]
+        slots = [slot for slot in distinct(absent_owners).tolist() if slot not in self._failed]
+        return [(slot, distinct(absent[absent_owners == slot])) for slot in slots]
+
+    def _keep(self, layer: int, slot: int, indices: torch.Tensor, blocks: torch.Tensor, resident: torch.Tensor) -> None:
+        """Take blocks that came into host memory; see `FetchedBlocks.keep`."""
+        self.fetched.keep(layer, slot, indices, blocks, resident)
+
+    def _make_fetched(self, pool: HostPool) -> FetchedBlocks:
+        return FetchedBlocks(self._shape.num_layers, self._sets.host_table, pool)
+
     def _resident(self, layer: int, slot: int) -> torch.Tensor:
-        return _distinct(self._sets.resident[layer, slot].long())
+        return distinct(self._sets.resident[layer, slot].long())
 
     def _buffer(self, num_blocks: int, num_layers: int) -> torch.Tensor:
         shape = self._shape
@@ -374,7 +420,15 @@ class Inbox:
             return torch.empty(size, dtype=shape.dtype)
 
 
-def _distinct(values: torch.Tensor) -> torch.Tensor:
+def _outcome(read: "Future[None]", timeout_s: float | None) -> BaseException | None:
+    """Wait for a read, and return why it failed."""
+    try:
+        return read.exception(timeout_s)
+    except TimeoutError:
+        return TransferTimeoutError(f"staging: expected missed blocks within {timeout_s:g} s, got none")
+
+
+def distinct(values: torch.Tensor) -> torch.Tensor:
     """Return the distinct values, ascending."""
     found: torch.Tensor = torch.unique(values)
     return found

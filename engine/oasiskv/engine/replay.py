@@ -104,8 +104,9 @@ def stage_prompt(
         pool.units.normal_(generator=torch.Generator().manual_seed(0))
         outbox = Outbox(shape, sets, kv_caches, pool)
         outbox.open("prompt", lease)
-        outbox.store(staged, "prompt", 0, 0, num_blocks)
-        outbox.export(staged, "prompt", 0, torch.zeros(num_blocks + 1, dtype=torch.int32), layout)
+        table = torch.zeros(num_blocks + 1, dtype=torch.int32)
+        outbox.store(staged, "prompt", 0, table, 0, num_blocks)
+        outbox.export(staged, "prompt", 0, table, layout)
         while (receipt := outbox.take_receipt(staged, lease)) is None:
             time.sleep(POLL_S)
         return receipt

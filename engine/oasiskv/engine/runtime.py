@@ -7,6 +7,7 @@ The engine calls, in this order: `apply(commands)`, `begin_step(batch)`, then pe
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor
 
 import torch
 
@@ -14,12 +15,13 @@ from oasiskv.core.commands import StepCommands
 from oasiskv.core.config import LookaheadConfig
 from oasiskv.core.errors import OasisError
 from oasiskv.core.handover import HandoverLayout
+from oasiskv.engine.boxes import make_boxes
 from oasiskv.engine.caps import Caps
 from oasiskv.engine.checks import check_working_set, poison
 from oasiskv.engine.counters import RuntimeCounters
-from oasiskv.engine.handover import Outbox, StagedBlocks, Ways, check_can_hand_over
+from oasiskv.engine.handover import StagedBlocks, Ways, check_can_hand_over
 from oasiskv.engine.host_pool import HostPool
-from oasiskv.engine.inbox import Inbox, Loading
+from oasiskv.engine.inbox import Loading
 from oasiskv.engine.pipeline import Pipeline, Stage
 from oasiskv.engine.plan import Batch, StepPlan, StepPlanner
 from oasiskv.engine.probe import Probes
@@ -50,6 +52,7 @@ class Runtime:
         kv_caches: One tensor per layer, `[num_blocks, num_kv_heads, block_size, 2 * head_dim]`, contiguous.
         pool: Host memory for units.
         pipeline: Runs the background.
+        executor: Runs what handovers of a device do beside the steps; None for threads.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class Runtime:
         kv_caches: Sequence[torch.Tensor],
         pool: HostPool,
         pipeline: Pipeline,
+        executor: Executor | None = None,
     ) -> None:
         """Take over state, caches and pool."""
         self.config = config
@@ -88,8 +92,9 @@ class Runtime:
         self._plan: StepPlan | None = None
         self._has_drafted = False
         self._staged = Ways()
-        self.outbox = Outbox(shape, sets, self._kv_caches, pool)
-        self.inbox = Inbox(config, shape, sets, self._kv_caches, pool)
+        self.asks = sets.layer_tables is not None
+        """Whether the device asks for blocks that are in staging; a GPU that does not hands nothing over."""
+        self.outbox, self.inbox = make_boxes(config, shape, sets, self._kv_caches, pool, executor)
         # Requests whose KV came, until they run.
         self._arrived: set[str] = set()
         self._probes = Probes(shape)
@@ -100,7 +105,7 @@ class Runtime:
         Raises:
             UnsupportedError: this backend cannot hand requests over.
         """
-        check_can_hand_over(self.config, self.shape, self._device)
+        check_can_hand_over(self.config, self.shape, self._device, asks=self.asks)
         self.fence()
         self._staged.attach(way, staged)
 
@@ -144,9 +149,13 @@ class Runtime:
         Waits for the whole background if requests left: their blocks may now belong to others.
         """
         self._plan = None
+        self.inbox.note_step(self._step + 1)
         # Host blocks that are taken back may belong to others too.
-        if commands.released or any(kept is not None for kept, _ in commands.room.values()):
+        takes_back = any(kept is not None for kept, _ in commands.room.values())
+        if commands.released or takes_back or (self.asks and (commands.admit or commands.load)):
             self.fence()
+        if takes_back:
+            self.inbox.quiesce()
         for request_id in commands.released:
             self._sparse.discard(request_id)
             self._arrived.discard(request_id)
@@ -191,7 +200,7 @@ class Runtime:
             slot = slots[row_of[request_id]]
             self._store(slot, batch.block_table[row_of[request_id]], first, end)
             if self.outbox.has(request_id):
-                self.outbox.store(self._staged, request_id, slot, first, end)
+                self.outbox.store(self._staged, request_id, slot, batch.block_table[row_of[request_id]], first, end)
         for request_id, num_complete in commands.switch.items():
             slot, table = slots[row_of[request_id]], batch.block_table[row_of[request_id]]
             self._switch(slot, table, num_complete)
@@ -248,6 +257,7 @@ class Runtime:
             TransferTimeoutError: a wait on the device was given up, so that what was computed since is not to be used.
         """
         self._pipeline.check()
+        self.inbox.check()
 
     def begin_drafting(
         self, query_start_loc: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor
@@ -382,6 +392,8 @@ class Runtime:
     def close(self) -> None:
         """Finish the background and give the host memory back."""
         self._pipeline.close()
+        self.outbox.stop()
+        self.inbox.stop()
         self.caps.close()
         self._staged.close()
         self._pool.close()

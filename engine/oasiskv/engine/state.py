@@ -101,10 +101,19 @@ class WorkingSets:
         counters: `int64[num_layers, num_kv_heads, len(Counter)]`.
         attended_table: `int32[R, at least max_blocks]`: the block table that attention reads, by batch row.
         switch_pages: One layer's summary pages while a request switches, `[max_pages, ...]` shaped as engine blocks.
+        layer_tables: `int32[num_layers, R, max_blocks]`: as `host_table`, by layer, and `ABSENT` where a layer's part
+            of a block is in staging alone; None where the device is not to ask for such blocks.
     """
 
     def __init__(
-        self, config: LookaheadConfig, shape: CacheShape, max_requests: int, max_blocks: int, device: torch.device
+        self,
+        config: LookaheadConfig,
+        shape: CacheShape,
+        max_requests: int,
+        max_blocks: int,
+        device: torch.device,
+        *,
+        asks: bool = False,
     ) -> None:
         """Allocate everything.
 
@@ -114,6 +123,7 @@ class WorkingSets:
             max_requests: Requests that run or arrive at a time.
             max_blocks: Blocks of the longest request, the draft token's included.
             device: Where attention runs.
+            asks: Whether the device asks for blocks that are in staging.
 
         Raises:
             UnsupportedError: stamps of this many steps, or fp8 rows of this head_dim, would not fit.
@@ -135,6 +145,7 @@ class WorkingSets:
         self.slot_ids = ints(max_requests, budget)
         self.page_ids = ints(max_requests, max_pages)
         self.host_table = ints(max_requests, max_blocks)
+        self.layer_tables = ints(layers, max_requests, max_blocks) if asks else None
         self.plan = ints(layers, max_requests, heads, max(1, config.most_cap), 2)
         heads_of_queries = (shape.num_query_heads, shape.head_dim)
         self.query = torch.zeros(layers, max_requests, *heads_of_queries, dtype=shape.published_dtype, device=device)

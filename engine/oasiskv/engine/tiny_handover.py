@@ -104,7 +104,7 @@ class Shelf:
         self.is_closed = True
 
 
-def make_worker(pipeline: Pipeline | None = None, **changes: Any) -> TinyWorker:
+def make_worker(pipeline: Pipeline | None = None, *, asks: bool = False, **changes: Any) -> TinyWorker:
     """Return a worker with small pools, whose settings are those of these tests but for the changes."""
     settings = {"budget_blocks": BUDGET, "min_cap": 2, "fetch_ratio": 0, "debug_verify": True, **changes}
     return TinyWorker(
@@ -116,6 +116,7 @@ def make_worker(pipeline: Pipeline | None = None, **changes: Any) -> TinyWorker:
         max_requests=2,
         max_blocks=26,
         pipeline=pipeline or InlinePipeline(),
+        asks=asks,
     )
 
 

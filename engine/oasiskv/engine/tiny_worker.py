@@ -17,6 +17,7 @@ from oasiskv.engine.host_pool import HostPool
 from oasiskv.engine.pipeline import Pipeline
 from oasiskv.engine.plan import Batch, StepPlan
 from oasiskv.engine.runtime import Runtime
+from oasiskv.engine.side import Inline
 from oasiskv.engine.state import CacheShape, WorkingSets
 from oasiskv.kernels.fp8.reference import narrow, read, widen
 from oasiskv.kernels.rows import Counter, SummaryLayout
@@ -201,6 +202,7 @@ class TinyWorker:
         max_requests: Requests at a time.
         max_blocks: Blocks of the longest request.
         pipeline: Runs the background.
+        asks: Whether missed blocks are asked for as a device does.
     """
 
     def __init__(
@@ -214,14 +216,15 @@ class TinyWorker:
         max_requests: int,
         max_blocks: int,
         pipeline: Pipeline,
+        asks: bool = False,
     ) -> None:
         """Allocate everything; K and V start as values that no token has."""
         cache = (num_engine_blocks, shape.num_kv_heads, shape.block_size, 2 * shape.head_dim)
         self.config, self.shape, self.texts, self.pipeline = config, shape, texts, pipeline
         self.kv_caches = [torch.full(cache, NOBODYS, dtype=shape.dtype) for _ in range(shape.num_layers)]
         self.pool = HostPool.private(shape.host_pool(num_host_blocks), shape.host_dtype)
-        self.sets = WorkingSets(config, shape, max_requests, max_blocks, torch.device("cpu"))
-        self.runtime = Runtime(config, shape, self.sets, self.kv_caches, self.pool, pipeline)
+        self.sets = WorkingSets(config, shape, max_requests, max_blocks, torch.device("cpu"), asks=asks)
+        self.runtime = Runtime(config, shape, self.sets, self.kv_caches, self.pool, pipeline, Inline())
         self.working_sets: dict[tuple[str, int, int], WorkingSetModel] = {}
         """By request, layer and KV head; sparse requests only."""
         self.counts = torch.zeros(shape.num_layers, shape.num_kv_heads, len(Counter), dtype=torch.int64)

@@ -29,12 +29,13 @@ from oasiskv.engine.tiny_worker import TinyWorker
 Make = Callable[..., TinyWorker]
 
 
-@pytest.fixture
-def make() -> Iterator[Make]:
+@pytest.fixture(params=[False, True], ids=["called", "asked"])
+def make(request: pytest.FixtureRequest) -> Iterator[Make]:
+    """Make workers whose background calls for missed blocks, as on a CPU, or asks for them, as on a GPU."""
     workers = []
 
     def build(pipeline: Pipeline | None = None, **changes: Any) -> TinyWorker:
-        workers.append(make_worker(pipeline, **changes))
+        workers.append(make_worker(pipeline, asks=request.param, **changes))
         return workers[-1]
 
     yield build

@@ -16,7 +16,7 @@ from oasiskv.core.errors import (
     UnsupportedError,
 )
 from oasiskv.core.handover import HandoverLayout
-from oasiskv.engine import handover, tiny_handover
+from oasiskv.engine import device_outbox, handover, tiny_handover
 from oasiskv.engine.pipeline import Pipeline, ThreadPipeline
 from oasiskv.engine.tiny_handover import (
     BLOCK,
@@ -37,12 +37,13 @@ from oasiskv.engine.tiny_worker import TinyWorker
 Make = Callable[..., TinyWorker]
 
 
-@pytest.fixture
-def make() -> Iterator[Make]:
+@pytest.fixture(params=[False, True], ids=["called", "asked"])
+def make(request: pytest.FixtureRequest) -> Iterator[Make]:
+    """Make workers whose background calls for missed blocks, as on a CPU, or asks for them, as on a GPU."""
     workers = []
 
     def build(pipeline: Pipeline | None = None, **changes: Any) -> TinyWorker:
-        workers.append(make_worker(pipeline, **changes))
+        workers.append(make_worker(pipeline, asks=request.param, **changes))
         return workers[-1]
 
     yield build
@@ -346,6 +347,7 @@ def test_the_engine_waits_rather_than_holds_ever_more_bytes(make: Make, monkeypa
             return super().exception(timeout)
 
     monkeypatch.setattr(tiny_handover, "Future", Patient)
+    monkeypatch.setattr(device_outbox, "Future", Patient)
     prefill(sender, 9 * BLOCK, lease="lease")
     assert len(waited) >= 6
     assert sender.runtime.outbox._underway_bytes <= 3 * SHAPE.host_block_bytes

@@ -323,7 +323,9 @@ class OasisKVConnector(KVConnectorBase_V1, SupportsHMA):
         from oasiskv.engine.vllm.worker import current
 
         backend = current()
-        return set() if backend is None or backend.runtime is None else backend.runtime.inbox.take_failed_blocks()
+        if backend is None or backend.runtime is None or backend.runtime.asks:
+            return set()  # where devices ask, `CheckedOutput` tells, which knows what became of the step
+        return backend.runtime.inbox.take_failed_blocks()
 
     def finish_forward(self) -> None:
         """Close the pass that just ran outside of a graph; model runner V2 calls it."""

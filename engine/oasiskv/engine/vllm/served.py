@@ -20,7 +20,7 @@ from oasiskv.core.layout import SparseLayout
 from oasiskv.core.service_config import EngineConfig
 from oasiskv.engine.probe import join_digests
 from oasiskv.engine.vllm import settings
-from oasiskv.engine.vllm.names import CONNECTOR, WORKERS
+from oasiskv.engine.vllm.names import CONNECTOR, HANDOVER, WORKERS
 
 POLL_S = 0.005
 """Between two questions whether a handover's writes are over."""
@@ -29,7 +29,7 @@ POLL_S = 0.005
 def engine_arguments(config: EngineConfig, fingerprint: Fingerprint) -> dict[str, Any]:
     """Return the arguments of vLLM's engine."""
     device = "cpu" if current_platform.is_cpu() else "cuda"
-    transfer = {
+    transfer: dict[str, Any] = {
         "kv_connector": CONNECTOR,
         "kv_role": "kv_both",
         "kv_connector_extra_config": asdict(config.lookahead),
@@ -44,6 +44,7 @@ def engine_arguments(config: EngineConfig, fingerprint: Fingerprint) -> dict[str
     }
     if device == "cuda":
         own["disable_cascade_attn"] = True
+        transfer["kv_connector_extra_config"][HANDOVER] = True
     return own | dict(config.arguments)
 
 

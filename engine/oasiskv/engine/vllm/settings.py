@@ -12,7 +12,7 @@ from oasiskv.core.config import LookaheadConfig
 from oasiskv.core.errors import ConfigError, UnsupportedError
 from oasiskv.core.layout import SparseLayout
 from oasiskv.core.switch_rule import DEVICE_SPEEDS, SwitchRule
-from oasiskv.engine.vllm.names import CONNECTOR, VLLM_VERSION, WORKERS
+from oasiskv.engine.vllm.names import CONNECTOR, HANDOVER, VLLM_VERSION, WORKERS
 from oasiskv.kernels.formats import FP8
 from oasiskv.kernels.rows import SummaryLayout
 
@@ -34,8 +34,15 @@ def load(vllm_config: VllmConfig) -> LookaheadConfig:
     """
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None
-    config = LookaheadConfig.from_mapping(dict(transfer.kv_connector_extra_config))
+    given = {name: value for name, value in transfer.kv_connector_extra_config.items() if name != HANDOVER}
+    config = LookaheadConfig.from_mapping(given)
     return config.within(max_blocks(vllm_config))
+
+
+def asks(vllm_config: VllmConfig) -> bool:
+    """Say whether devices ask for blocks that are in staging, as they must where their background calls nobody."""
+    transfer = vllm_config.kv_transfer_config
+    return transfer is not None and transfer.kv_connector_extra_config.get(HANDOVER) is True
 
 
 def sparse_layout(config: LookaheadConfig, block_size: int, head_dim: int, dtype_bytes: int) -> SparseLayout:

@@ -137,6 +137,7 @@ class WorkerBackend:
             self.vllm_config.scheduler_config.max_num_seqs + settings.max_arriving(self.vllm_config),
             settings.max_blocks(self.vllm_config),
             device,
+            asks=settings.asks(self.vllm_config),
         )
 
     def start(self, kv_cache_config: KVCacheConfig) -> None:
@@ -356,8 +357,12 @@ class CheckedOutput(AsyncModelRunnerOutput):
             TransferTimeoutError: see `Runtime.check`.
         """
         result = self._output.get_output()
-        if self._backend.runtime is not None:
-            self._backend.runtime.check()
+        if (runtime := self._backend.runtime) is not None:
+            runtime.check()
+            # Known now of all steps before this one, which was not so when it was launched.
+            if runtime.asks and (failed := runtime.inbox.take_failed_blocks()):
+                assert result.kv_connector_output is not None
+                result.kv_connector_output.invalid_block_ids |= failed
         return result
 
 
