@@ -1,4 +1,4 @@
-"""The prefill side of a handover from a GPU: blocks are copied in the order of its stream, and put when there is all."""
+"""The prefill side of a handover from a GPU: blocks are copied in the order of its stream, then put by a thread."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future

@@ -13,18 +13,15 @@ import torch
 
 from oasiskv.core.commands import StepCommands
 from oasiskv.core.config import LookaheadConfig
-from oasiskv.core.errors import OasisError
 from oasiskv.core.handover import HandoverLayout
-from oasiskv.engine.boxes import make_boxes
 from oasiskv.engine.caps import Caps
 from oasiskv.engine.checks import check_working_set, poison
 from oasiskv.engine.counters import RuntimeCounters
-from oasiskv.engine.handover import StagedBlocks, Ways, check_can_hand_over
+from oasiskv.engine.handovers import Handovers
 from oasiskv.engine.host_pool import HostPool
 from oasiskv.engine.inbox import Loading
 from oasiskv.engine.pipeline import Pipeline, Stage
 from oasiskv.engine.plan import Batch, StepPlan, StepPlanner
-from oasiskv.engine.probe import Probes
 from oasiskv.engine.settled import SettledCounters
 from oasiskv.engine.state import CacheShape, WorkingSets
 from oasiskv.engine.switch import switch_request
@@ -42,7 +39,7 @@ COUNTER_STEPS = 16
 """Steps between two copies of the device counters on a GPU."""
 
 
-class Runtime:
+class Runtime(Handovers):
     """Owner of the working sets of one worker process.
 
     Args:
@@ -91,52 +88,7 @@ class Runtime:
         self._num_submitted = [0] * shape.num_layers
         self._plan: StepPlan | None = None
         self._has_drafted = False
-        self._staged = Ways()
-        self.asks = sets.layer_tables is not None
-        """Whether the device asks for blocks that are in staging; a GPU that does not hands nothing over."""
-        self.outbox, self.inbox = make_boxes(config, shape, sets, self._kv_caches, pool, executor)
-        # Requests whose KV came, until they run.
-        self._arrived: set[str] = set()
-        self._probes = Probes(shape)
-
-    def attach(self, staged: StagedBlocks, way: str = "") -> None:
-        """Take a way to staging, in the place of one of that name.
-
-        Raises:
-            UnsupportedError: this backend cannot hand requests over.
-        """
-        check_can_hand_over(self.config, self.shape, self._device, asks=self.asks)
-        self.fence()
-        self._staged.attach(way, staged)
-
-    def take_handover(self, lease: str) -> bytes | None:
-        """Return the receipt of a request's KV once all of it is in staging; see `Outbox.take_receipt`."""
-        return self.outbox.take_receipt(self._staged, lease)
-
-    def probe_staging(self, lease: str, *, writes: bool) -> tuple[bytes, bytes] | None:
-        """Write or read a block of random bytes; see `Probes.poll`."""
-        return self._probes.poll(self._staged, lease, writes=writes)
-
-    def take_arrived(self) -> tuple[set[str], dict[str, OasisError]]:
-        """Return the requests to which nothing comes from staging any more, and why, if their KV did not come.
-
-        The first may run from the next step on, or have ended before their KV was there.
-        """
-        over, failed = set(), {}
-        for ended in self.inbox.take_arrived():
-            over.add(ended.request_id)
-            if ended.is_cancelled:
-                self._free(ended.slot)
-            elif ended.error is None and ended.is_sparse:
-                self._sparse.add(ended.request_id)
-                self._arrived.add(ended.request_id)
-            elif ended.error is not None:
-                failed[ended.request_id] = ended.error
-        return over, failed
-
-    def host_table(self, layer: int) -> torch.Tensor:
-        """Return a layer's `int32[R, max_blocks]`: block index to host block."""
-        return self.inbox.fetched.table(layer)
+        self._init_handovers(executor)
 
     @property
     def plan(self) -> StepPlan | None:
@@ -372,10 +324,6 @@ class Runtime:
         if not self._counts or self._settled.has_arrived():
             self._counts = self._snapshot()
         return self._counts
-
-    def handover_counts(self) -> dict[str, int]:
-        """Return what was counted of handovers since the start."""
-        return self.outbox.counts() | self.inbox.counts()
 
     def _snapshot(self) -> dict[str, float]:
         return self._settled.snapshot() | self.handover_counts() | {"cap_changes": self.caps.num_changes}

@@ -439,8 +439,7 @@ class TinyWorker:
                 counts[head] += torch.tensor(model.counts)
         counters = self.sets.counters[layer]
         assert torch.equal(counters, counts), f"layer {layer}: {counters.tolist()}, not {counts.tolist()}"
-        total = counters[:, Counter.HIT] + counters[:, Counter.FETCHED] + counters[:, Counter.DEFERRED]
-        assert torch.equal(counters[:, Counter.PREDICTED], total)
+        assert torch.equal(counters[:, Counter.PREDICTED], counters[:, Counter.HIT : Counter.DEFERRED + 1].sum(1))
 
     def _blocks(self, layer: int, row: TinyRow, num_complete: int) -> torch.Tensor:
         """Return the true units of a request's complete blocks, `[n, num_kv_heads, block_size, 2 * head_dim]`."""
