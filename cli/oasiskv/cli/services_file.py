@@ -79,6 +79,9 @@ def file_for(launch: Launch, model_name: str, http_address: str) -> str:
         "max_num_seqs": plan.pools.max_num_seqs,
         "enforce_eager": launch.device == "cpu",
     }
+    if launch.device == "cuda":
+        # Prefill and decode share the GPU.
+        arguments["gpu_memory_utilization"] = 0.45
     if plan.engine_bytes is not None:
         arguments["kv_cache_memory_bytes"] = plan.engine_bytes
     tables: dict[str, Any] = {

@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     with TemporaryDirectory(prefix="oasiskv-") as folder, stopped_by_sigterm():
         processes = split(text, Path(folder), stagings=args.stagings, prefills=args.prefills, decodes=args.decodes)
         model = tomllib.loads(text).get("engine", {}).get("model", "")
-        child = child_environment(environment("cpu", 1, os.environ), str(model))
+        child = child_environment(environment(find_device(), 1, os.environ), str(model))
         show(f"starting {', '.join(process.name for process in processes)}")
         with Cluster(processes, child, show, is_verbose=args.verbose) as cluster:
             try:
@@ -79,7 +79,7 @@ def config_text(args: argparse.Namespace) -> str:
     """
     if (device := find_device()) not in HANDOVER_DEVICES:
         raise UnsupportedError(
-            f"device: expected {HANDOVER_DEVICES[0]}, got {device}, where requests are not handed over"
+            f"device: expected {' or '.join(HANDOVER_DEVICES)}, got {device}, where requests are not handed over"
         )
     path = Path(args.target)
     if path.is_file():

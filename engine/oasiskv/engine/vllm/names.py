@@ -11,5 +11,5 @@ HANDOVER = "handover"
 """Beside the settings in `kv_connector_extra_config`: true where the background is to be made such that requests may be
 handed over. On a CPU it always is."""
 
-HANDOVER_DEVICES = ("cpu",)
+HANDOVER_DEVICES = ("cpu", "cuda")
 """Devices whose engines hand requests over; `Runtime.attach` refuses the others."""
