@@ -234,10 +234,8 @@ class TinyWorker:
         self._queries: dict[tuple[str, int], torch.Tensor] = {}
         self.num_complete: dict[str, int] = {}
         """Blocks of each sparse request that its working sets took in."""
-        self._coming: dict[str, Admission] = {}
-        """Requests with KV from staging that did not run yet."""
-        self._first: set[str] = set()
-        """Requests whose first sparse step this is."""
+        self._coming: dict[str, Admission] = {}  # with KV from staging, did not run yet
+        self._first: set[str] = set()  # whose first sparse step this is
         self.was_drafter_left_out = False
         """Whether the step before the last one had no drafter's pass."""
         self._step = 0
