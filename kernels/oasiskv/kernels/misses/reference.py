@@ -42,7 +42,7 @@ def ask(
         return
     lacking = torch.unique(row[is_absent])
     asked_plan[:num_rows], asked_rows[:num_rows] = plan, rows
-    asked_resident[lacking] = resident[rows[lacking, Row.REQUEST].long()]
+    asked_resident[lacking.cpu()] = resident[rows[lacking, Row.REQUEST].long()].cpu()
     asked_num_rows[layer] = num_rows
     counts[layer] += 1
     number = int(counts[layer])
@@ -54,11 +54,11 @@ def ask(
             told[0], failed[0] = layer + 1, 1
     if not bool(failed[0]):
         num_updates, num_bounced = sizes[layer].tolist()
-        place, value = updates[:num_updates].unbind(-1)
+        place, value = updates[:num_updates].to(table.device).unbind(-1)
         table.view(-1)[place.long()] = value
         for index, at in enumerate(bounced[:num_bounced].tolist()):
             its_row, its_head = at // plan[0, ..., 0].numel(), at // plan.shape[2] % plan.shape[1]
-            slot = plan.view(-1, 2)[at, 1]
-            kv_cache[slot_ids[rows[its_row, Row.REQUEST], slot].long(), its_head] = units[index]
+            its_request, slot = int(rows[its_row, Row.REQUEST]), int(plan.view(-1, 2)[at, 1])
+            kv_cache[int(slot_ids[its_request, slot]), its_head] = units[index].to(kv_cache.device)
     still_absent = table[request, block] < 0
     plan[row[still_absent], head[still_absent], entry[still_absent]] = -1
