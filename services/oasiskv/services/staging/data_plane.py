@@ -4,8 +4,10 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import os
 import sys
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +17,8 @@ from oasiskv.services.staging.memory import StagingMemory
 
 logger = logging.getLogger(__name__)
 START_TIMEOUT_S = 30.0
+RETRY_S = 60.0
+"""For so long no agent is started after one that was too slow or died; what one says of this host is final."""
 # Of the environment: over TCP whoever reaches the agent's port can read all of it, and others may hold passwords.
 AGENT_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "LD_PRELOAD", "LANG", "TMPDIR", "VIRTUAL_ENV")
 AGENT_PREFIXES = ("PYTHON", "UCX_", "NIXL_", "CUDA_")
@@ -48,7 +52,9 @@ class DataPlane:
             devices: Network device for UCX; empty for all.
         """
         self.transport = transport
-        """What is used, and why; `none` from the moment that the agent could not be started."""
+        """What is used, and why; `none` while the agent cannot be started."""
+        self._chosen = transport
+        self._retry_at_s = math.inf
         self._devices = "lo" if transport.name == "shm" else devices
         # A peer on this host that cannot map the memory, from another container say, still shares it through UCX.
         self._tls = transport.ucx_tls if is_remote else f"{transport.ucx_tls},shm,self"
@@ -72,15 +78,18 @@ class DataPlane:
             UnsupportedError: There is no way for one-sided transfers; the message says why.
         """
         async with self._starting:
-            if self.transport.name == "none":
+            if self.transport.name == "none" and time.monotonic() < self._retry_at_s:
                 raise UnsupportedError(f"transport: expected one for one-sided transfers: {self.transport.reason}")
             if self._offer is None:
                 try:
                     self._offer = await self._launch()
-                except UnsupportedError as error:
-                    self.transport = Transport(name="none", reason=f"{self.transport.name} cannot be used: {error}")
+                except (PeerUnavailableError, UnsupportedError) as error:
+                    is_final = isinstance(error, UnsupportedError)
+                    self._retry_at_s = math.inf if is_final else time.monotonic() + RETRY_S
+                    self.transport = Transport(name="none", reason=f"{self._chosen.name} cannot be used: {error}")
                     logger.warning("one-sided transfers: none from now on, since %s", self.transport.reason)
-                    raise
+                    raise UnsupportedError(str(error)) from error
+                self.transport = self._chosen
             return self._offer
 
     async def stop(self) -> None:
@@ -106,21 +115,24 @@ class DataPlane:
             limit=2**20,
         )
         assert process.stdout is not None
-        answer: dict[str, Any]
+        answer: dict[str, Any] = {}
+        reason = "the agent ended without a word; its log says more"
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 line = await process.stdout.readline()
-            answer = json.loads(line) if line else {"error": "the agent ended without a word; its log says more"}
+            answer = json.loads(line) if line else {}
         except TimeoutError:
-            answer = {"error": f"the agent did not start within {START_TIMEOUT_S:.0f} s"}
+            reason = f"the agent did not start within {START_TIMEOUT_S:.0f} s"
         except BaseException:
             process.kill()
             raise
-        if "error" in answer:
+        if "metadata" not in answer:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
-            raise UnsupportedError(str(answer["error"]))
+            if "error" in answer:
+                raise UnsupportedError(str(answer["error"]))
+            raise PeerUnavailableError(f"{reason}; another try is made after {RETRY_S:.0f} s")
         offer = Offer(
             metadata=bytes.fromhex(answer["metadata"]),
             blocks_address=answer["blocks_address"],
