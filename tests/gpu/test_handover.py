@@ -167,7 +167,7 @@ class Engine:
         num_blocks = self.runtime.inbox.fetched._rooms[slot].num_blocks
         for head, blocks in enumerate(resident.tolist()):
             for place, index in enumerate(blocks):
-                if index < num_blocks:  # others were computed here
+                if 0 <= index < num_blocks:  # later ones were computed here
                     unit = self._read(f"{lease}-{index}-{layer}.pt")[head]
                     self.num_compared += unit.nbytes
                     if not torch.equal(held[place, head].view(torch.uint8), unit.view(torch.uint8)):
