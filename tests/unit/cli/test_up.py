@@ -9,6 +9,7 @@ import textwrap
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -155,9 +156,13 @@ def test_the_file_for_a_model_is_one_that_all_services_take(tmp_path: Path) -> N
     assert (decode.model_name, decode.engine.arguments["max_num_seqs"]) == ("tiny", 4)
     assert decode.fingerprint.dtype == "float32"
     assert decode.engine.lookahead.budget_blocks == made.plan.config.budget_blocks
+    assert "gpu_memory_utilization" not in decode.engine.arguments
     # Other weights are another model.
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     assert file_for(made, "tiny", "127.0.0.1:0") != text
+    # Prefill and decode have one GPU between them.
+    shared = tomllib.loads(file_for(replace(made, device="cuda"), "tiny", "127.0.0.1:0"))
+    assert 2 * shared["engine"]["arguments"]["gpu_memory_utilization"] < 1
 
 
 def test_a_file_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
