@@ -113,7 +113,8 @@ class ServiceLog:
     """Reads the log of a service of ours: its own lines, those of the engine in it, and its last word.
 
     Args:
-        least_level: Of the lines that are shown once the service listens; of its engine's, WARNING at least.
+        least_level: Of the lines that are shown once the service listens, and of what is no warning before; of its
+            engine's, WARNING at least.
 
     Attributes:
         is_ready: Set once the service listens.
@@ -137,7 +138,7 @@ class ServiceLog:
             is_plain = own["level"] in ("DEBUG", "INFO")
             if is_plain and not own["logger"].startswith("oasiskv."):
                 return None
-            if self.is_ready.is_set() and own["level"] not in self._levels:
+            if own["level"] not in self._levels and (is_plain or self.is_ready.is_set()):
                 return None
             return own["text"] if is_plain else f"{own['level']} {own['text']}"
         if (error := _SERVICE_ERROR.fullmatch(line)) is not None:
