@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from oasiskv.cli.demo import find_text, load_tokenizer
+from oasiskv.core.needle import Needle, build_needle_prompt
 from oasiskv.engine.testing import EngineProcess, Reply, random_requests, write_tiny_eagle3, write_tiny_model
 
 pytestmark = pytest.mark.timeout(300)
@@ -107,3 +109,23 @@ def test_the_real_model_holds_no_more_than_the_tiny_ones(backend: EngineProcess,
     rows = rows_of(reply, "0")
     assert_bounded(rows, BUDGET, BLOCK)
     print(f"2047 tokens: {rows[-1]['held']} blocks held, dense would hold {-(-rows[-1]['num_computed'] // BLOCK)}")
+
+
+def test_the_real_model_finds_a_fact_in_the_middle_of_a_long_text_with_an_eighth_of_its_kv(
+    backend: EngineProcess, smollm2: Path
+) -> None:
+    tokenizer = load_tokenizer(str(smollm2))
+
+    def encode(content: str) -> list[int]:
+        chat = [{"role": "user", "content": content}]
+        return list(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False))
+
+    content = build_needle_prompt(
+        find_text().read_text(), Needle(), num_tokens=2048, count_tokens=lambda content: len(encode(content))
+    )
+    request = {"prompt": encode(content), "params": {"max_tokens": 20, "detokenize": True, "ignore_eos": False}}
+    settings = {"budget_blocks": len(request["prompt"]) // 8 // BLOCK, "host_pool_bytes": "256MiB"}
+    engine = {"model": str(smollm2), "max_model_len": 2304, "max_num_batched_tokens": 2304, "block_size": BLOCK}
+    reply = backend.run(engine, [request], settings=settings)
+    assert Needle().is_answered_by(reply.outputs[0]["completions"][0]["text"])
+    assert reply.counts["sparse_rows"] == len(reply.tokens[0]) - 1
