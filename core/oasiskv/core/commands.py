@@ -33,7 +33,7 @@ class Prefix:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCommands:
-    """Orders for one step, to be carried out in the order of the fields, before the step's forward pass."""
+    """Orders for one step, to be carried out in the order of the fields, the last one during the step's pass."""
 
     released: tuple[str, ...] = ()
     """Requests whose blocks, engine's and host's, may belong to others from now on."""
@@ -62,3 +62,7 @@ class StepCommands:
 
     switch: dict[str, int] = field(default_factory=dict)
     """Requests that become sparse now, with the number of their complete blocks. Only requests of this step."""
+
+    stream: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """First block and end of the blocks that become final in this step's pass, of requests whose KV goes to staging.
+    Each layer's part of them may go there once the layer is computed; a later `store` names them all the same."""

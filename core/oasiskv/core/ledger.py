@@ -6,6 +6,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from oasiskv.core.commands import Admission, Prefix, StepCommands
 from oasiskv.core.handover import HandoverLayout
@@ -22,6 +23,8 @@ ROOM_BUDGETS = 2
 
 RESERVED_BLOCKS = 3
 """Engine blocks kept free per request where requests stay dense: a switch gives blocks back in a later step."""
+
+NOTHING: Mapping[str, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,7 +263,13 @@ class RequestLedger:
         pages = (position - layout.budget_blocks, position // layout.rows_per_page)
         return any(0 <= page < layout.num_pages(num_final) and layout.page_position(page) == position for page in pages)
 
-    def take_commands(self, num_computed: Mapping[str, int], released: set[str], num_free: int) -> StepCommands:
+    def take_commands(
+        self,
+        num_computed: Mapping[str, int],
+        released: set[str],
+        num_free: int,
+        num_scheduled: Mapping[str, int] = NOTHING,
+    ) -> StepCommands:
         """Return the orders of this step and count them as given.
 
         Args:
@@ -268,10 +277,12 @@ class RequestLedger:
                 included: the prompt's among them are final as soon as they are scheduled.
             released: Requests that finished or were preempted since the last step.
             num_free: Engine blocks that are free after this step's allocations.
+            num_scheduled: Tokens that requests compute in this step; those of others are not streamed.
         """
         host_blocks: dict[str, list[int]] = {}
         store: dict[str, tuple[int, int]] = {}
         stage: dict[str, str] = {}
+        stream: dict[str, tuple[int, int]] = {}
         admit, load = self._take_arrivals()
         running = {name: self._requests[name] for name in sorted(num_computed.keys() & self._requests.keys())}
         for request_id, request in running.items():
@@ -292,6 +303,11 @@ class RequestLedger:
                 store[request_id] = (request.num_stored, request.num_final)
                 request.num_stored = request.num_final
             request.is_sparse |= request_id in switch
+            if request.hands_over and not request.is_sparse:
+                num_tokens = num_computed[request_id] + num_scheduled.get(request_id, 0)
+                end = min(num_tokens, request.prefill_tokens) // self._block_size
+                if end > request.num_final:
+                    stream[request_id] = (request.num_final, end)
         self._num_switched.update(switch.values())
         return StepCommands(
             released=tuple(sorted(released)),
@@ -302,6 +318,7 @@ class RequestLedger:
             stage=stage,
             store=store,
             switch={request_id: running[request_id].num_final for request_id in switch},
+            stream=stream,
         )
 
     @property

@@ -1,6 +1,6 @@
 """The prefill side of a handover from a GPU: blocks are copied in the order of its stream, then put by a thread."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from typing import Any
 
@@ -52,6 +52,9 @@ class DeviceOutbox(Outbox):
             for layer in range(self._shape.num_layers):
                 self._copy(layer, table[indices.start : indices.stop], copied, layer)
             self._put_later(blocks, request_id, indices, 0, copied)
+
+    def stream(self, wanted: Mapping[str, tuple[int, int]], tables: Mapping[str, torch.Tensor]) -> None:
+        """Stream nothing: `store` puts all layers of these blocks."""
 
     def export(
         self, blocks: StagedBlocks, request_id: str, slot: int, table: torch.Tensor, layout: HandoverLayout

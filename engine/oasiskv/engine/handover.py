@@ -5,9 +5,9 @@ the engine brings. `core.handover` says which staged block holds what.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -23,6 +23,10 @@ from oasiskv.core.handover import HandoverLayout
 from oasiskv.engine.host_pool import HostPool
 from oasiskv.engine.state import CacheShape, WorkingSets
 from oasiskv.kernels.formats import FP8
+
+IndicesT = TypeVar("IndicesT", range, list[int])
+
+NONE = range(0)
 
 MAX_UNDERWAY_BYTES = 256 * 2**20
 """Copies of staged bytes that wait to be written; the engine waits when there are more, so that they stay bounded."""
@@ -174,10 +178,14 @@ class Outbox:
         self._num_there: dict[str, int] = {}
         self._writes: dict[str, list[Future[None]]] = {}
         self._complete: set[str] = set()
+        self._streaming: dict[str, tuple[range, torch.Tensor]] = {}
+        self._streamed: dict[str, range] = {}
         self._underway: deque[tuple[Future[None], int]] = deque()
         self._underway_bytes = 0
         self.staged_bytes = 0
         """Handed to staging since the start."""
+        self.streamed_bytes = 0
+        """Of these, while the pass that computed them went on."""
 
     def open(self, request_id: str, lease: str, num_there: int = 0) -> None:
         """Let what is stored for a request from now on go to staging; what was put under the lease before is void.
@@ -189,6 +197,7 @@ class Outbox:
         """
         self._leases[request_id] = lease
         self._num_there[request_id] = num_there
+        self._streamed[request_id] = NONE
         self._writes[lease] = []
         self._complete.discard(lease)
 
@@ -196,6 +205,8 @@ class Outbox:
         """Forget a request that ended here; its writes go on, and `take` tells of them."""
         self._leases.pop(request_id, None)
         self._num_there.pop(request_id, None)
+        self._streaming.pop(request_id, None)
+        self._streamed.pop(request_id, None)
 
     def has(self, request_id: str) -> bool:
         """Say whether the request's KV goes to staging."""
@@ -204,7 +215,7 @@ class Outbox:
     def store(
         self, blocks: StagedBlocks, request_id: str, slot: int, table: torch.Tensor, first: int, end: int
     ) -> None:
-        """Put blocks that were just written through.
+        """Put blocks that were just written through; of those that were streamed, what the drafter's layers hold.
 
         Args:
             blocks: The way to staging.
@@ -214,11 +225,40 @@ class Outbox:
             first: Of the blocks.
             end: Of the blocks.
         """
-        step = max(1, MAX_UNDERWAY_BYTES // 4 // self._shape.host_block_bytes)
-        for start in range(max(first, self._num_there[request_id]), end, step):
-            indices = range(start, min(start + step, end))
-            host_ids = self._sets.host_table[slot, indices.start : indices.stop].long().cpu()
-            self._put(blocks, request_id, indices, 0, self._pool.units[host_ids])
+        indices = range(max(first, self._num_there[request_id]), end)
+        streamed, host_ids = self._streamed[request_id], self._sets.host_table[slot].long().cpu()
+        for first_layer, chosen in (
+            (0, [index for index in indices if index not in streamed]),
+            (self._shape.num_target_layers, [index for index in indices if index in streamed]),
+        ):
+            if first_layer < self._shape.num_layers:
+                for few in _pieces(chosen, self._shape.host_block_bytes):
+                    units = self._pool.units[host_ids[few], first_layer:]
+                    self._put(blocks, request_id, few, first_layer, units)
+
+    def stream(self, wanted: Mapping[str, tuple[int, int]], tables: Mapping[str, torch.Tensor]) -> None:
+        """Note what `put_layer` is to put in the pass that begins.
+
+        Args:
+            wanted: First block and end of those that become final in the pass, by request.
+            tables: Block tables of these requests, each `int32[max_blocks]`.
+        """
+        self._streaming = {}
+        for request_id, (first, end) in wanted.items():
+            if self.has(request_id):
+                self._streamed[request_id] = range(first, end)
+                self._streaming[request_id] = (range(first, end), tables[request_id][first:end].long())
+
+    def put_layer(self, blocks: StagedBlocks, layer: int) -> None:
+        """Put a layer of the target that was just computed; the drafter's are final after its own pass alone."""
+        if layer >= self._shape.num_target_layers:
+            return
+        layer_bytes = self._shape.num_kv_heads * self._shape.unit_bytes
+        for request_id, (indices, block_ids) in self._streaming.items():
+            for few in _pieces(range(len(indices)), layer_bytes):
+                units = self._kv_caches[layer][block_ids[few.start : few.stop], None]
+                self._put(blocks, request_id, indices[few.start : few.stop], layer, units)
+                self.streamed_bytes += units.nbytes
 
     def export(
         self, blocks: StagedBlocks, request_id: str, slot: int, table: torch.Tensor, layout: HandoverLayout
@@ -283,7 +323,7 @@ class Outbox:
 
     def counts(self) -> dict[str, int]:
         """Return what was counted since the start."""
-        return {"staged_bytes": self.staged_bytes}
+        return {"staged_bytes": self.staged_bytes, "streamed_bytes": self.streamed_bytes}
 
     def stop(self) -> None:
         """End what runs beside the steps."""
@@ -293,7 +333,9 @@ class Outbox:
         self._writes.pop(lease, None)
         self._complete.discard(lease)
 
-    def _put(self, blocks: StagedBlocks, request_id: str, indices: range, first_layer: int, data: torch.Tensor) -> None:
+    def _put(
+        self, blocks: StagedBlocks, request_id: str, indices: Sequence[int], first_layer: int, data: torch.Tensor
+    ) -> None:
         lease = self._leases[request_id]
         self._note(lease, blocks.put(lease, indices, first_layer, data), data.nbytes)
 
@@ -307,3 +349,10 @@ class Outbox:
             oldest, num_bytes = self._underway.popleft()
             oldest.exception()  # waits; whoever takes the handover hears of it
             self._underway_bytes -= num_bytes
+
+
+def _pieces(indices: IndicesT, piece_bytes: int) -> Iterator[IndicesT]:
+    """Cut what each index stands for so many bytes of into parts of which several may be under way."""
+    step = max(1, MAX_UNDERWAY_BYTES // 4 // piece_bytes)
+    for start in range(0, len(indices), step):
+        yield indices[start : start + step]

@@ -161,6 +161,7 @@ class Runtime(Handovers):
                 num_pages = self.sets.layout.num_pages(num_complete)
                 layout = HandoverLayout(num_complete=num_complete, num_pages=num_pages, has_active=True)
                 self.outbox.export(self._staged, request_id, slot, table, layout)
+        self.outbox.stream(commands.stream, {name: batch.block_table[row_of[name]] for name in commands.stream})
         arrived = self._arrived & row_of.keys()
         for request_id in arrived:
             self.sets.stamp[:, slots[row_of[request_id]]] = stamp_of(self._step)
@@ -297,9 +298,10 @@ class Runtime(Handovers):
             self.counters.add_late(layer, int(fetched.sum()), time.perf_counter() - started)
 
     def after_attention(self, layer: int) -> None:
-        """Hand the layer to the background, unless it has had its turn."""
+        """Hand the layer to the background, unless it has had its turn, and its part of a prompt to staging."""
         plan = self._plan
         assert plan is not None
+        self.outbox.put_layer(self._staged, layer)
         if self._has_work(plan) and self.config.prediction != "on-demand":
             self._num_submitted[layer] = len(plan.rows)
             self._pipeline.submit(layer, self._background(layer, len(plan.rows)))

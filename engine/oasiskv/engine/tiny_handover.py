@@ -138,11 +138,15 @@ def host_ids(request_id: str) -> list[int]:
 def prefill(worker: TinyWorker, num_tokens: int, request_id: str = "a", lease: str | None = None) -> list[torch.Tensor]:
     """Run a prompt in chunks and its first decode step, which switches it; stage it under a lease if there is one."""
     stage = {} if lease is None else {request_id: lease}
-    first = StepCommands(host_blocks={request_id: host_ids(request_id)}, stage=stage)
     middle = num_tokens // 2 // BLOCK * BLOCK
-    worker.run(first, [row(request_id, 0, middle)])
     num_middle, num_complete = middle // BLOCK, num_tokens // BLOCK
-    worker.run(StepCommands(store={request_id: (0, num_middle)}), [row(request_id, middle, num_tokens - middle)])
+    streams: list[dict[str, tuple[int, int]]] = [
+        {request_id: pair} if stage else {} for pair in ((0, num_middle), (num_middle, num_complete))
+    ]
+    first = StepCommands(host_blocks={request_id: host_ids(request_id)}, stage=stage, stream=streams[0])
+    worker.run(first, [row(request_id, 0, middle)])
+    second = StepCommands(store={request_id: (0, num_middle)}, stream=streams[1])
+    worker.run(second, [row(request_id, middle, num_tokens - middle)])
     last = StepCommands(store={request_id: (num_middle, num_complete)}, switch={request_id: num_complete})
     return worker.run(last, [row(request_id, num_tokens, 1)])
 

@@ -74,3 +74,32 @@ def test_a_request_that_is_never_to_be_sparse_loads_its_blocks_and_takes_no_host
         assert ledger.num_arriving == 0
     assert ledger.num_host_blocks_held == 0
     ledger.release("a")
+
+
+def test_a_chunk_s_blocks_are_streamed_in_its_own_step_and_stored_in_the_next() -> None:
+    ledger = RequestLedger(LAYOUT, BLOCK, HostBlockManager(64), SwitchRule(is_early=True))
+    ledger.expect("a", 60, stage="lease")
+    ledger.expect("b", 60)
+    for name in "ab":
+        ledger.admit(name, 42)
+        ledger.grow(name, 44)
+    computed, found = 0, []
+    for num_tokens in (18, 9, 15, 1):
+        both = dict.fromkeys("ab", computed)
+        commands = ledger.take_commands(both, set(), 100, dict.fromkeys("ab", num_tokens))
+        assert commands.stream.keys() <= {"a"}
+        found.append((commands.store.get("a"), commands.stream.get("a")))
+        computed += num_tokens
+    # The active block of 42 tokens is no block of the prompt, and the step that switches streams nothing.
+    assert found == [(None, (0, 4)), ((0, 4), (4, 6)), ((4, 6), (6, 10)), ((6, 10), None)]
+    assert commands.switch == {"a": 10, "b": 10}
+
+
+def test_a_decoding_request_that_did_not_switch_yet_streams_none_of_what_it_generates() -> None:
+    ledger = RequestLedger(LAYOUT, BLOCK, HostBlockManager(64), SwitchRule(is_early=True))
+    ledger.expect("a", 60, stage="lease")
+    ledger.admit("a", 11)
+    ledger.grow("a", 11)
+    assert ledger.take_commands({"a": 0}, set(), 100, {"a": 11}).stream == {"a": (0, 2)}
+    ledger.grow("a", 12)
+    assert ledger.take_commands({"a": 11}, set(), 100, {"a": 2}).stream == {}

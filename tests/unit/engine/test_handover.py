@@ -280,6 +280,45 @@ def test_blocks_of_a_chunk_are_on_their_way_while_the_next_one_is_computed(make:
         assert not any(write.done() for write in shelf.held)
 
 
+def test_a_layer_of_a_chunk_is_on_its_way_before_the_next_one_is_computed(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender, shelf = make(), Shelf()
+    sender.runtime.attach(shelf)
+    before_write, seen = sender.runtime.before_write, list[tuple[int, set[tuple[int, int]]]]()
+
+    def look(layer: int) -> None:
+        seen.append((layer, {(index, of_layer) for _, index, of_layer in shelf.parts}))
+        before_write(layer)
+
+    monkeypatch.setattr(sender.runtime, "before_write", look)
+    commands = StepCommands(host_blocks={"a": host_ids("a")}, stage={"a": "lease"}, stream={"a": (0, 4)})
+    sender.run(commands, [row("a", 0, 4 * BLOCK + 3)])
+    targets = range(SHAPE.num_target_layers)
+    for layer, parts in seen:
+        assert parts == {(index, before) for index in range(4) for before in targets if before < layer}
+    assert [layer for layer, _ in seen] == list(range(SHAPE.num_layers))
+    # The drafter's layer follows once it is final, and nothing is put twice.
+    assert {layer for _, _, layer in shelf.parts} == set(targets)
+    puts = list[tuple[int, list[int]]]()
+    put = shelf.put
+
+    def note(lease: str, block_indices: Any, first_layer: int, data: torch.Tensor) -> Any:
+        puts.append((first_layer, list(block_indices)))
+        return put(lease, block_indices, first_layer, data)
+
+    monkeypatch.setattr(shelf, "put", note)
+    sender.run(StepCommands(store={"a": (0, 4)}), [row("a", 4 * BLOCK + 3, 4 * BLOCK)])
+    assert puts == [(SHAPE.num_target_layers, [0, 1, 2, 3])]
+
+
+def test_a_request_whose_kv_goes_nowhere_streams_nothing(make: Make) -> None:
+    sender, shelf = make(), Shelf()
+    sender.runtime.attach(shelf)
+    sender.run(StepCommands(host_blocks={"a": host_ids("a")}, stream={"a": (0, 4)}), [row("a", 0, 4 * BLOCK)])
+    assert not shelf.parts
+
+
 def test_a_request_that_ended_before_its_switch_hands_nothing_over(make: Make) -> None:
     sender, shelf = make(), Shelf()
     sender.runtime.attach(shelf)
@@ -297,7 +336,7 @@ def test_an_engine_without_a_way_to_staging_keeps_nothing_for_a_lease(make: Make
     sender = make()
     prefill(sender, 9 * BLOCK, lease="lease")
     assert not sender.runtime.outbox.has("a")
-    assert sender.runtime.outbox.counts() == {"staged_bytes": 0}
+    assert sender.runtime.outbox.counts() == {"staged_bytes": 0, "streamed_bytes": 0}
     with pytest.raises(InvalidRequestError, match=r"^lease: "):
         sender.runtime.take_handover("lease")
 
@@ -371,7 +410,9 @@ def test_a_way_to_staging_is_closed_when_another_takes_its_place_and_at_the_end(
 def test_what_was_handed_over_is_counted(make: Make) -> None:
     sender, receiver, shelf = make(), make(), Shelf()
     hand_over(sender, shelf, 19 * BLOCK)
-    assert sender.runtime.counts()["staged_bytes"] == 23 * SHAPE.host_block_bytes
+    counts, target = sender.runtime.counts(), SHAPE.num_target_layers / SHAPE.num_layers
+    assert counts["staged_bytes"] == 23 * SHAPE.host_block_bytes
+    assert counts["streamed_bytes"] == 19 * target * SHAPE.host_block_bytes
     receiver.runtime.attach(shelf)
     begin(receiver, 19 * BLOCK)
     receiver.run(StepCommands(), [row("a", 19 * BLOCK, 1)])

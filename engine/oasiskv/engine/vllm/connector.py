@@ -251,10 +251,11 @@ class OasisKVConnector(KVConnectorBase_V1, SupportsHMA):
         num_computed = {request.req_id: request.num_computed_tokens for request in scheduler_output.scheduled_new_reqs}
         num_computed |= zip(running.req_ids, running.num_computed_tokens, strict=True)
         released = set(scheduler_output.finished_req_ids) | set(scheduler_output.preempted_req_ids or ())
-        commands = self._ledger.take_commands(num_computed, released, self._pool.get_num_free_blocks())
+        num_scheduled = scheduler_output.num_scheduled_tokens
+        num_free = self._pool.get_num_free_blocks()
+        commands = self._ledger.take_commands(num_computed, released, num_free, num_scheduled)
         self._dense_steps += self._ledger.num_dense_decodes(num_computed.keys())
         if self._chunks is not None:
-            num_scheduled = scheduler_output.num_scheduled_tokens
             has_sparse = any(map(self._ledger.is_sparse, num_scheduled))
             # Read by vLLM's scheduler in each step.
             scheduler = self._vllm_config.scheduler_config

@@ -46,6 +46,7 @@ COUNTERS: dict[str, tuple[str, str]] = {
     ),
     "source_draft": ("lookahead_draft", "Sparse steps whose lookahead query was a draft token's, per worker."),
     "staged_bytes": ("staged_bytes", "Bytes written to staging for other processes."),
+    "streamed_bytes": ("streamed_bytes", "Of these, bytes of layers whose pass still went on."),
     "handovers": ("handovers", "Requests that began with KV from staging, per worker."),
     "handover_bytes": ("handover_bytes", "Bytes of all KV of these requests when they began."),
     "admitted_bytes": ("admitted_bytes", "Bytes of it that were fetched when they began, summaries included."),
