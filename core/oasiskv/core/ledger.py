@@ -303,7 +303,7 @@ class RequestLedger:
                 store[request_id] = (request.num_stored, request.num_final)
                 request.num_stored = request.num_final
             request.is_sparse |= request_id in switch
-            if request.hands_over and not request.is_sparse:
+            if request.hands_over:
                 num_tokens = num_computed[request_id] + num_scheduled.get(request_id, 0)
                 end = min(num_tokens, request.prefill_tokens) // self._block_size
                 if end > request.num_final:
