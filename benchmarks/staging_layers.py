@@ -52,7 +52,7 @@ def compute(
         time.sleep(layer_s)
         outbox.put_layer(blocks, layer)
     ended = time.perf_counter()
-    outbox.store(blocks, "request", 0, 0, num_blocks)
+    outbox.store(blocks, "request", 0, table, 0, num_blocks)
     for write in outbox._writes[lease]:
         write.result()
     return time.perf_counter() - ended
