@@ -12,6 +12,8 @@ pytestmark = pytest.mark.timeout(300)
 
 # Transfers are held back as long as they may be, and every resident unit is compared before each attention.
 SPARSE: dict[str, Any] = {"budget_blocks": 6, "debug_verify": True, "debug_poison": True, "debug_hold_layers": 1}
+# What a GPU does: the background asks for missed blocks, and threads beside the steps bring what requests begin with.
+ASKING = SPARSE | {"handover": True}
 ON_TIME = SPARSE | {"debug_hold_layers": None}
 REQUESTS = [
     *random_requests([201, 347, 256, 400], 40),
@@ -31,12 +33,18 @@ def with_params(request: dict[str, Any], lease: dict[str, Any], **more: Any) -> 
     return request | {"params": params}
 
 
-def prefill(process: EngineProcess, engine: dict[str, Any], folder: Path, requests: list[dict[str, Any]]) -> Reply:
+def prefill(
+    process: EngineProcess,
+    engine: dict[str, Any],
+    folder: Path,
+    requests: list[dict[str, Any]],
+    settings: dict[str, Any] = SPARSE,
+) -> Reply:
     """Prefill all requests at once into leases 0, 1, ...; each computes its prompt and one decode step."""
     folder.mkdir(exist_ok=True)
     staged = [with_params(it, {"oasiskv_stage": str(i)}, max_tokens=2) for i, it in enumerate(requests)]
     leases = [str(index) for index in range(len(requests))]
-    return process.run(engine, staged, settings=SPARSE, staged=str(folder), take=leases)
+    return process.run(engine, staged, settings=settings, staged=str(folder), take=leases)
 
 
 def decode(
@@ -306,16 +314,27 @@ def test_the_drafter_s_layers_are_handed_over_like_the_others(
     assert rest.pool_after == rest.pool_before
 
 
+@pytest.mark.parametrize("settings", [SPARSE, ASKING], ids=["called", "asked"])
 def test_tokens_after_a_handover_are_those_of_one_engine_on_model_runner_v2(
-    engine: dict[str, Any], backend_v2: EngineProcess, tmp_path: Path
+    engine: dict[str, Any], backend_v2: EngineProcess, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
     requests = random_requests([201, 347], 20)
-    single = backend_v2.run(engine, requests, settings=SPARSE)
-    first = prefill(backend_v2, engine, tmp_path, requests)
-    rest = decode(backend_v2, engine, tmp_path, requests, first)
+    single = backend_v2.run(engine, requests, settings=settings)
+    first = prefill(backend_v2, engine, tmp_path, requests, settings)
+    assert first.handovers == [[["staged", ""]]] * len(requests)
+    rest = decode(backend_v2, engine, tmp_path, requests, first, settings=settings)
     assert joined(first, rest) == single.tokens
+    assert rest.counts["missed_bytes"] > 0
+    assert rest.pool_after == rest.pool_before
     (tmp_path / "1.lost").touch()
-    broken = decode(backend_v2, engine, tmp_path, requests, first, has_changed=True)
+    broken = decode(backend_v2, engine, tmp_path, requests, first, settings=settings, has_changed=True)
     assert [output["completions"][0]["finish_reason"] for output in broken.outputs] == ["length", "error"]
     assert broken.tokens[0] == rest.tokens[0]
+    assert broken.pool_after == broken.pool_before
+    (tmp_path / "1.lost").rename(tmp_path / "0.lost-after-8")
+    broken = decode(backend_v2, engine, tmp_path, requests, first, settings=settings, has_changed="again")
+    assert [output["completions"][0]["finish_reason"] for output in broken.outputs] == ["error", "length"]
+    assert 0 < len(broken.tokens[0]) < len(rest.tokens[0])
+    assert broken.tokens[0] == rest.tokens[0][: len(broken.tokens[0])]
+    assert broken.tokens[1] == rest.tokens[1]
     assert broken.pool_after == broken.pool_before
