@@ -10,6 +10,7 @@ import torch
 
 import oasiskv.kernels
 from oasiskv.core.layout import SparseLayout
+from oasiskv.kernels.misses import Mailbox
 from oasiskv.kernels.rows import Given, Row
 from oasiskv.kernels.testing import Shape, counters, distinct, generator, host_units, numbers, step_rows
 
@@ -24,6 +25,12 @@ NAMES = sorted(
 
 SHAPE = Shape(num_requests=2, budget=3, max_blocks=6)
 TABLE = torch.arange(8, dtype=torch.int32).view(2, 4)
+# Where nothing is lacking nobody is asked, so that nobody need answer.
+MAILBOX = Mailbox.of(
+    torch.zeros(2, 2, 2, 2, 2, dtype=torch.int32),
+    torch.zeros(2, 2, 2, 3, dtype=torch.int32),
+    torch.zeros(1, *SHAPE.unit),
+)
 
 
 def ids(*size: int, value: int = 0) -> torch.Tensor:
@@ -73,7 +80,13 @@ def arguments_of(name: str) -> tuple[Any, ...]:
     x = a_layer()
     tables = x["slot_ids"], x["page_ids"], x["host_table"]
     state = x["resident"], x["stamp"]
+    box = MAILBOX
     return {
+        "ask": (
+            x["plan"], x["rows"], x["host_table"], x["resident"], x["slot_ids"], x["kv_cache"], box.asked, box.answered,
+            box.num_rows, box.sizes, box.rows[1], box.plan[1], box.resident[1], box.updates[1], box.bounced[1],
+            box.units[1], box.counts, box.failed, box.told, 1, 1.0,
+        ),
         "summarize": (x["kv_cache"], x["some"], x["pages"], x["others"], 0, False, False),
         "predict": (
             x["queries"], x["rows"], x["kv_cache"], TABLE, x["blocks"], x["scores"], True, False, 0.0, "max", 1.0, 1,
@@ -115,6 +128,9 @@ def whole_step(x: dict[str, torch.Tensor]) -> torch.Tensor:
         layout=layout, alpha=0.25, reduction="max", scale=0.125, num_sinks=1,
     )  # fmt: skip
     DOORS["select"].select(x["blocks"], x["scores"], rows, *state, x["plan"], x["counters"])
+    DOORS["misses"].ask(
+        MAILBOX, 1, x["plan"], rows, x["host_table"], x["resident"], x["slot_ids"], x["kv_cache"], timeout_s=1.0
+    )
     DOORS["transfer"].transfer(x["units"], 1, x["kv_cache"], x["plan"], rows, x["host_table"], x["slot_ids"])
     DOORS["transfer"].store(x["kv_cache"], x["some"], x["units"], 0, x["others"])
     DOORS["fp8"].round_blocks(x["kv_cache"], x["others"])
