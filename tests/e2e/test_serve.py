@@ -97,12 +97,13 @@ def test_a_server_streams_answers_publishes_its_counts_and_leaves_nothing_on_ctr
             ask(port, {"model": "small", "messages": [{"role": "user", "content": find_text().read_text()}]}, print)
         assert all(word in str(refused.value) for word in ("BadRequestError", "400", "2000"))
         with ThreadPoolExecutor() as pool:
-            cut_off = pool.submit(status_of_a_long_answer, port, "small")
+            cut_off = pool.submit(end_of_a_long_answer, port, "small")
             wait_until_one_runs(port)
             server.send_signal(signal.SIGINT)
             assert server.wait(60) == 130
-            # A server that had to be killed would have answered nothing.
-            assert cut_off.result() == 500
+            # A server that had to be killed would have answered nothing. Whether the engine still tells the server of
+            # the abort, or is gone by then, is a matter of moments.
+            assert cut_off.result() in ((500, None), (200, "abort"))
         assert server.stderr.read().splitlines()[-1] == "stopping"
         wait_until_gone(session)
     finally:
@@ -110,12 +111,15 @@ def test_a_server_streams_answers_publishes_its_counts_and_leaves_nothing_on_ctr
         server.communicate()
 
 
-def status_of_a_long_answer(port: int, model: str) -> int:
+def end_of_a_long_answer(port: int, model: str) -> tuple[int, str | None]:
+    """Return the status and, with an answer, why it ended."""
     connection = http.client.HTTPConnection("127.0.0.1", port)
     try:
         body = {"model": model, "prompt": "Once", "max_tokens": 1900, "ignore_eos": True}
         connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-        return connection.getresponse().status
+        response = connection.getresponse()
+        answer = json.loads(response.read())
+        return response.status, answer["choices"][0]["finish_reason"] if response.status == 200 else None
     finally:
         connection.close()
 
