@@ -118,8 +118,9 @@ def end_of_a_long_answer(port: int, model: str) -> tuple[int, str | None]:
         body = {"model": model, "prompt": "Once", "max_tokens": 1900, "ignore_eos": True}
         connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
         response = connection.getresponse()
-        answer = json.loads(response.read())
-        return response.status, answer["choices"][0]["finish_reason"] if response.status == 200 else None
+        if response.status != 200:
+            return response.status, None
+        return 200, json.loads(response.read())["choices"][0]["finish_reason"]
     finally:
         connection.close()
 
